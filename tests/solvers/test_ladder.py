@@ -13,7 +13,7 @@ from tests.solvers.chains import STAGES, all_plans
 
 from partita.solvers import peak
 from partita.solvers.ladder import Ladder
-from partita.solvers.peak import Stage, fastest, least_peak, peak_of, seconds_of
+from partita.solvers.peak import Stage, fastest, ladder_of, least_peak, peak_of, seconds_of
 
 Plan = tuple[int, ...]
 #: With few states the plan for a room is no longer the fastest, and may be slower than the one for less room.
@@ -50,7 +50,7 @@ def test_measured_plans_are_in_order(stages: list[Stage], apart: int, salt: int,
     slow = min(all_plans(stages), key=lambda plan: (measured(plan), seconds_of(stages, plan)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peak, "_MOST_STATES", states)
-        ladder = Ladder(stages, measured, slow=slow, fast=fast)
+        ladder = ladder_of(stages, measured, slow=slow, fast=fast)
         found = [(room, ladder.at(room)) for room in range(measured(slow), measured(fast))]
     _check_order(stages, measured, found)
 
@@ -69,7 +69,7 @@ def test_tried_plans_are_in_order_whatever_was_asked_before(
         patch.setattr(peak, "_MOST_STATES", states)
 
         def ladder() -> Ladder:
-            return Ladder(stages, partial(peak_of, stages), slow=slow, fast=fast)
+            return ladder_of(stages, partial(peak_of, stages), slow=slow, fast=fast)
 
         found = [(room, ladder().at_by_trial(room, tried)) for room in rooms]
         same = ladder()
@@ -83,7 +83,7 @@ def test_tried_plans_are_in_order_whatever_was_asked_before(
 def test_a_rung_is_the_fastest_plan_where_stages_add_up(stages: list[Stage]) -> None:
     plans, fast, least = all_plans(stages), _fastest_of_all(stages), least_peak(stages)[0]
     sums = partial(peak_of, stages)
-    ladder = Ladder(stages, sums, slow=fastest(stages, least) or fast, fast=fast)
+    ladder = ladder_of(stages, sums, slow=fastest(stages, least) or fast, fast=fast)
     for room in range(least, sums(fast)):
         expected = min(seconds_of(stages, plan) for plan in plans if sums(plan) <= room)
         assert seconds_of(stages, ladder.at(room)) == expected
@@ -92,7 +92,7 @@ def test_a_rung_is_the_fastest_plan_where_stages_add_up(stages: list[Stage]) -> 
 
 def test_a_trial_that_is_near_to_its_rung_counts_and_the_next_rung_is_taken_for_another() -> None:
     stages = [peak.Stage(tuple(peak.Choice(3.0 - at, 10 * at, 10 * at, 10 * at) for at in range(4)))]
-    ladder = Ladder(stages, partial(peak_of, stages), slow=(0,), fast=(3,))
+    ladder = ladder_of(stages, partial(peak_of, stages), slow=(0,), fast=(3,))
     tried = [list[Plan]() for _ in range(4)]
     assert ladder.at_by_trial(25, partial(_noted, tried[0], {})) == (2,)
     assert ladder.at_by_trial(25, partial(_noted, tried[1], {2: 4})) == (2,)
@@ -108,7 +108,6 @@ def _noted(tried: list[Plan], more: dict[int, int], plan: Plan) -> int:
 
 def test_a_ladder_is_short() -> None:
     stages = [Stage(tuple(peak.Choice(float(99 - at), at**2, at**2, at**2) for at in range(100))) for _ in range(3)]
-    ladder = Ladder(stages, partial(peak_of, stages), slow=(0, 0, 0), fast=(99, 99, 99))
     asked = list[int]()
     exact = peak.fastest
 
@@ -117,7 +116,8 @@ def test_a_ladder_is_short() -> None:
         return exact(stages, room)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("partita.solvers.ladder.fastest", counted)
+        patch.setattr(peak, "fastest", counted)
+        ladder = ladder_of(stages, partial(peak_of, stages), slow=(0, 0, 0), fast=(99, 99, 99))
         for room in range(20_000, 20_100):
             ladder.at(room)
     assert len(asked) < 20  # Rooms that lie close together share the plans of the search.

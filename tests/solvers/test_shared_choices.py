@@ -2,132 +2,128 @@
 
 from __future__ import annotations
 
-from itertools import product
+from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.work import steps_during
+from tests.solvers.steps import STEPS, all_choices
 
 from partita.solvers import shared_choices
-from partita.solvers.shared_choices import Way, bytes_of_ways, fastest_ways, least_peak_of_ways, peak_of_ways
+from partita.solvers.prices import Way
+from partita.solvers.shared_choices import SharedChoices
+
+_Step = tuple[list[list[Way]], list[int]]
+#: With few states what is found for a room may be slower than what is found for less room.
+_STATES = st.sampled_from([2, 3, 150])
 
 
-@st.composite
-def _steps(draw: st.DrawFn) -> tuple[list[list[Way]], list[int]]:
-    """The calls of a step: each moment is the forward or the backward of one, and calls of a part are all alike."""
-    parts = draw(st.integers(1, 4))
-    calls = draw(st.lists(st.integers(0, parts - 1), min_size=1, max_size=6))
-    # A backward comes anywhere after its forward: in reverse order in most steps, but not in all.
-    order: list[tuple[int, bool]] = [(number, True) for number in range(len(calls))]
-    for number in reversed(range(len(calls))):
-        earliest = order.index((number, True)) + 1
-        order.insert(draw(st.sampled_from([len(order), draw(st.integers(earliest, len(order)))])), (number, False))
-    ways = [
-        [
-            (draw(st.integers(0, 9)), draw(st.integers(0, 9)), draw(st.integers(0, 12)), draw(st.integers(0, 12)))
-            for _ in range(draw(st.integers(1, 4)))
-        ]
-        for _ in range(parts)
-    ]
-    menus = []
-    for part, some in enumerate(ways):
-        own = [number for number, called in enumerate(calls) if called == part]
-        menus.append(
-            [
-                Way(
-                    float(seconds * len(own)),
-                    tuple(
-                        sum(
-                            (forward if is_forward else backward)
-                            if number == one
-                            else held * _is_between(order, one, at)
-                            for one in own
-                        )
-                        for at, (number, is_forward) in enumerate(order)
-                    ),
-                )
-                for seconds, held, forward, backward in some
-            ]
-        )
-    return menus, [draw(st.integers(0, 5)) for _ in order]
+def _fit(choices: SharedChoices, menus: list[list[Way]], room: int) -> list[tuple[int, ...]]:
+    return [one for one in all_choices(menus) if choices.peak(one) <= room]
 
 
-def _is_between(order: list[tuple[int, bool]], number: int, at: int) -> bool:
-    return order.index((number, True)) < at < order.index((number, False))
-
-
-def _all_choices(menus: list[list[Way]]) -> list[tuple[int, ...]]:
-    return list(product(*(range(len(menu)) for menu in menus)))
-
-
-def _seconds(menus: list[list[Way]], chosen: tuple[int, ...]) -> float:
-    return sum(menu[number].seconds for menu, number in zip(menus, chosen, strict=True))
-
-
-@given(_steps(), st.integers(0, 80))
+@given(STEPS, st.integers(0, 80))
 @settings(max_examples=120, deadline=None)
-def test_the_fastest_choice_is_the_fastest_of_all_that_fit(step: tuple[list[list[Way]], list[int]], room: int) -> None:
-    menus, fixed = step
-    fitting = [one for one in _all_choices(menus) if peak_of_ways(menus, fixed, one) <= room]
-    found = fastest_ways(menus, fixed, room)
-    if found is None:
-        assert not fitting
+def test_the_fastest_choice_is_the_fastest_of_all_that_fit(step: _Step, room: int) -> None:
+    choices = SharedChoices(*step)
+    fitting = _fit(choices, step[0], room)
+    if not fitting:
+        assert choices.peak(choices.least) > room
         return
-    assert peak_of_ways(menus, fixed, found) <= room
-    best = min((_seconds(menus, one), peak_of_ways(menus, fixed, one)) for one in fitting)
-    assert (_seconds(menus, found), peak_of_ways(menus, fixed, found)) == best
+    found = choices.fastest_within(room, choices.least)
+    assert choices.peak(found) <= room
+    best = min((choices.seconds(one), choices.peak(one)) for one in fitting)
+    assert (choices.seconds(found), choices.peak(found)) == best
 
 
-@given(_steps())
+@given(STEPS)
 @settings(max_examples=60, deadline=None)
-def test_the_lowest_peak_is_the_lowest_of_all(step: tuple[list[list[Way]], list[int]]) -> None:
-    menus, fixed = step
-    found = peak_of_ways(menus, fixed, least_peak_of_ways(menus, fixed))
-    assert found == min(peak_of_ways(menus, fixed, one) for one in _all_choices(menus))
-    assert fastest_ways(menus, fixed, found) is not None
-    assert fastest_ways(menus, fixed, found - 1) is None
+def test_the_lowest_peak_is_the_lowest_of_all_and_the_fastest_of_these(step: _Step) -> None:
+    choices = SharedChoices(*step)
+    found = choices.least
+    expected = min((choices.peak(one), choices.seconds(one)) for one in all_choices(step[0]))
+    assert (choices.peak(found), choices.seconds(found)) == expected
 
 
-@given(_steps())
-@settings(max_examples=30, deadline=None)
-def test_less_room_never_gives_a_higher_peak(step: tuple[list[list[Way]], list[int]]) -> None:
-    menus, fixed = step
-    found = [one for room in range(90) if (one := fastest_ways(menus, fixed, room)) is not None]
-    peaks = [peak_of_ways(menus, fixed, one) for one in found]
+@given(STEPS)
+@settings(max_examples=60, deadline=None)
+def test_what_is_found_for_a_room_is_the_fastest_that_fits(step: _Step) -> None:
+    choices = SharedChoices(*step)
+    for room in range(choices.peak(choices.least), 90):
+        found = choices.within(room)
+        assert found is not None
+        assert choices.seconds(found) == min(map(choices.seconds, _fit(choices, step[0], room)))
+
+
+@given(STEPS, _STATES, st.randoms(use_true_random=False))
+@settings(max_examples=150, deadline=None)
+def test_less_room_never_gives_a_higher_peak_nor_less_time(step: _Step, states: int, random: Random) -> None:
+    rooms = list(range(90))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_choices, "_MOST_STATES", states)
+        patch.setattr(shared_choices, "_MOST_WITH_SUMS", states)
+        choices = SharedChoices(*step)
+        smallest = choices.peak(choices.least)
+        asked = {room: choices.within(room) for room in random.sample(rooms, len(rooms))}
+        alone = {room: SharedChoices(*step).within(room) for room in random.sample(rooms, 5)}
+    assert all(asked[room] == found for room, found in alone.items())  # Whatever was asked before.
+    found = [one for room in rooms if (one := asked[room]) is not None]
+    assert len(found) == len([room for room in rooms if room >= smallest])
+    assert all(one is None or choices.peak(one) <= room for room, one in asked.items())
+    peaks, seconds = list(map(choices.peak, found)), list(map(choices.seconds, found))
     assert peaks == sorted(peaks)
+    assert seconds == sorted(seconds, reverse=True)
 
 
-@given(_steps(), st.integers(0, 80))
-@settings(max_examples=60, deadline=None)
-def test_with_few_states_what_fits_is_still_found(step: tuple[list[list[Way]], list[int]], room: int) -> None:
-    menus, fixed = step
-    before = shared_choices._MOST_STATES, shared_choices._MOST_WITH_SUMS
-    shared_choices._MOST_STATES, shared_choices._MOST_WITH_SUMS = 3, 3
-    try:
-        found = fastest_ways(menus, fixed, room)
-    finally:
-        shared_choices._MOST_STATES, shared_choices._MOST_WITH_SUMS = before
-    if found is not None:
-        assert peak_of_ways(menus, fixed, found) <= room
+def _chain(parts: int, ways: int, *, calls: int = 1) -> SharedChoices:
+    """Parts that hold what they save until their backward, in a step that goes through all of them so many times."""
+    count = parts * calls
+    moments = 2 * count
+    menus = []
+    for part in range(parts):
+        menu = []
+        for number in range(ways):
+            held, row = number * (10 + part * 7 % 11) + part * number**2 % 13, [0] * moments
+            for call in range(part, count, parts):
+                for at in range(call + 1, moments - call - 1):
+                    row[at] += held
+                row[call] += 300 - number
+                row[moments - call - 1] += 300 - number
+            seconds = (ways - number) * (5 + part * 5 % 7) + part * number % 3
+            menu.append(Way(float(calls * seconds if number < ways - 1 else 0), tuple(row)))
+        menus.append(menu)
+    return SharedChoices(menus, [0] * moments)
+
+
+def _middle(choices: SharedChoices) -> int:
+    return (choices.peak(choices.least) + choices.peak(choices.fastest)) // 2
 
 
 def test_a_long_chain_is_filled_up_to_its_budget() -> None:
-    """Twenty parts that run once hold what they save until their backward."""
-    count = 20
-    moments = 4 * count
-    menus = []
-    for part in range(count):
-        ways = []
-        for held in range(20):
-            row = [0] * moments
-            for at in range(part + 1, moments - part - 1):
-                row[at] = held * 10 + part % 7
-            row[part] = row[moments - part - 1] = 300 - held
-            ways.append(Way(float(20 - held), tuple(row)))
-        menus.append(ways)
-    fixed = [0] * moments
-    least = peak_of_ways(menus, fixed, least_peak_of_ways(menus, fixed))
-    most = peak_of_ways(menus, fixed, (19,) * count)
-    chosen = fastest_ways(menus, fixed, (least + most) // 2)
+    """Twenty parts that run once."""
+    choices = _chain(20, 20)
+    chosen = choices.within(_middle(choices))
     assert chosen is not None
-    sizes = bytes_of_ways(menus, fixed, chosen)
-    assert max(sizes) <= (least + most) // 2 < max(sizes) + 20
+    peak = choices.peak(chosen)
+    assert peak <= _middle(choices) < peak + 20
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_few_states_are_enough_for_long_steps(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+    choices = _chain(30, 6, calls=calls)
+    room = _middle(choices)
+    many = choices.seconds(choices.fastest_within(room, choices.least))
+    monkeypatch.setattr(shared_choices, "_MOST_STATES", 15)
+    monkeypatch.setattr(shared_choices, "_MOST_WITH_SUMS", 15)
+    few = choices.seconds(choices.fastest_within(room, choices.least))
+    assert few <= 1.01 * many
+
+
+def test_work_grows_in_proportion_to_the_parts_and_moments() -> None:
+    def work(parts: int) -> int:
+        choices = _chain(parts, 6)
+        return steps_during(choices.fastest_within, _middle(choices), choices.least)
+
+    # Four times as many parts, each with four times as many moments.
+    assert work(80) < 24 * work(20)

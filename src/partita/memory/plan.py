@@ -32,7 +32,7 @@ from partita.program.program import Program
 from partita.recompute import KeepNodes, KeepNothing, Recompute
 from partita.regions import Partition
 from partita.solvers.ladder import Ladder
-from partita.solvers.peak import Stage, fastest, least_peak, peak_of
+from partita.solvers.peak import Stage, fastest, ladder_of, least_peak, peak_of
 
 log = logging.getLogger(__name__)
 
@@ -372,7 +372,7 @@ class StepMemory:
         """The plans between the smallest peak and that of the plain step, ordered by what they take."""
         plain, stages = (0,) * len(self._stages), self._stages
         peak = partial(peak_of, stages) if self._adds_up else self._peak_beside
-        return Ladder(stages, peak, slow=self._smallest[1], fast=plain)
+        return ladder_of(stages, peak, slow=self._smallest[1], fast=plain)
 
     @cached_property
     def _adds_up(self) -> bool:

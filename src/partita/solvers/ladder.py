@@ -1,4 +1,4 @@
-"""A ladder of plans for a chain of segments: one for each number of bytes, none of which takes more than a higher one.
+"""A ladder of plans for a step: one for each number of bytes, none of which takes more than a higher one.
 
 The rungs do not depend on which is asked for, nor on what was asked before, so that less room never gives a plan that
 takes more memory, nor less time, however the plans are found and whatever their peaks turn out to be.
@@ -6,11 +6,8 @@ takes more memory, nor less time, however the plans are found and whatever their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable
 from typing import final
-
-from partita.solvers.peak import Stage, fastest, least_peak, peak_of, seconds_of
 
 #: How often the bytes between two plans are halved to find one between them.
 _HALVINGS = 10
@@ -22,20 +19,26 @@ _SPARE = 1_000
 class Ladder:
     """Plans from a slow one to a fast one, its rungs: none takes fewer bytes or more time than the one before it.
 
-    `measured` gives the peak of a plan, which need not be what the stages add up to. The bytes between the ends are
-    halved again and again: a plan for the middle that is between the two around it, in bytes and in time, is a rung;
-    any other is left out. So where two rooms part, the smaller one gets a rung below, and the larger one a rung above.
+    `find` looks for a fast plan within some bytes, and need not find the fastest, nor one that fits. `measured` gives
+    the peak of a plan, `seconds` its time. The bytes between the ends are halved again and again: a plan for the middle
+    that is between the two around it, in bytes and in time, is a rung; any other is left out. So where two rooms part,
+    the smaller one gets a rung below, and the larger one a rung above.
     """
 
     def __init__(
         self,
-        stages: Sequence[Stage],
-        measured: Callable[[tuple[int, ...]], int],
+        find: Callable[[int], tuple[int, ...] | None],
         *,
+        measured: Callable[[tuple[int, ...]], int],
+        seconds: Callable[[tuple[int, ...]], float],
         slow: tuple[int, ...],
         fast: tuple[int, ...],
+        rooms: tuple[int, int] | None = None,
     ) -> None:
-        self._stages, self._measured, self._slow, self._fast = stages, measured, slow, fast
+        """`rooms` are the least and the most that `find` is asked for, the peaks of both ends if omitted."""
+        self._find, self._measured, self._seconds = find, measured, seconds
+        self._slow, self._fast = slow, fast
+        self._rooms = rooms or (measured(slow), measured(fast))
         self._plans: dict[int, tuple[int, ...]] = {}
 
     def at(self, room: int) -> tuple[int, ...]:
@@ -95,19 +98,11 @@ class Ladder:
                 high, fast = middle, plan
         return slow, fast
 
-    @cached_property
-    def _rooms(self) -> tuple[int, int]:
-        """The least and the most room, by what the stages add up to."""
-        return least_peak(self._stages)[0], peak_of(self._stages, self._fast)
-
     def _plan_for(self, room: int) -> tuple[int, ...]:
         if room not in self._plans:
-            self._plans[room] = fastest(self._stages, room) or self._slow
+            self._plans[room] = self._find(room) or self._slow
         return self._plans[room]
 
     def _place(self, plan: tuple[int, ...]) -> tuple[int, float]:
         """Where a plan is in the order of rungs."""
         return self._measured(plan), -self._seconds(plan)
-
-    def _seconds(self, plan: tuple[int, ...]) -> float:
-        return seconds_of(self._stages, plan)

@@ -8,11 +8,14 @@ stays allocated if one of them saves it, so a choice also says what it saves, an
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import inf
 from typing import final
+
+from partita.solvers.ladder import Ladder
 
 
 @final
@@ -93,6 +96,19 @@ def fastest(stages: Sequence[Stage], room: int) -> tuple[int, ...] | None:
             return None
         layers.append(_best(grown))
     return _path(layers)
+
+
+def ladder_of(
+    stages: Sequence[Stage],
+    measured: Callable[[tuple[int, ...]], int],
+    *,
+    slow: tuple[int, ...],
+    fast: tuple[int, ...],
+) -> Ladder:
+    """The plans between two; `measured` gives the peak of a plan, which need not be what the stages add up to."""
+    rooms = least_peak(stages)[0], peak_of(stages, fast)
+    seconds = partial(seconds_of, stages)
+    return Ladder(partial(fastest, stages), measured=measured, seconds=seconds, slow=slow, fast=fast, rooms=rooms)
 
 
 def seconds_of(stages: Sequence[Stage], chosen: Sequence[int]) -> float:

@@ -3,65 +3,105 @@
 A part is run one or several times in a step, each time in the same way, so a way adds some bytes to each moment of the
 step. The search goes through the parts in order. Two sets of choices differ for what comes later only by the sums that
 they add to moments that later parts add to as well; moments that all chosen parts add to alike are one such sum. In a
-chain of parts that run once there is one sum, so that the search is the dynamic program over a knapsack.
+chain of parts that run once there is one sum, so that the search is the dynamic program over a knapsack. Sets that
+`prices` show to be slower than a plan that is known are left out; of too many others, those that promise least are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from math import inf
 from operator import add, le
 from typing import TypeAlias, final
 
+from partita.solvers.ladder import Ladder
+from partita.solvers.prices import Bound, Menus, Way, bound_of, bytes_of_ways, seconds_of_ways
+
 
 @final
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to run a part: how long all of its runs take, and the bytes that they add to each moment of the step."""
+class SharedChoices:
+    """The choices for all parts of a step: for each part the number of a way.
 
-    seconds: float
-    bytes: tuple[int, ...]
-
-
-def fastest_ways(menus: Sequence[Sequence[Way]], fixed: Sequence[int], room: int) -> tuple[int, ...] | None:
-    """For each part the number of a way, so that no moment takes more than `room`, in the least time, or None.
-
-    `fixed` has the bytes of each moment that no choice changes. Among equally fast choices the one with the lowest peak
-    is returned, so less room never gives a higher peak. Exact for up to `_MOST_STATES` undominated states.
+    `fixed` has the bytes of each moment that no choice changes.
     """
-    found = _search(menus, fixed, room)
-    if found is None:
-        # States that were dropped may have been the only ones that fit.
-        least = least_peak_of_ways(menus, fixed)
-        return least if peak_of_ways(menus, fixed, least) <= room else None
-    return found
+
+    def __init__(self, menus: Menus, fixed: Sequence[int]) -> None:
+        self.menus, self.fixed = menus, fixed
+
+    def bytes(self, chosen: Sequence[int]) -> tuple[int, ...]:
+        """The bytes of each moment."""
+        return bytes_of_ways(self.menus, self.fixed, chosen)
+
+    def peak(self, chosen: Sequence[int]) -> int:
+        """The bytes of the highest moment."""
+        return max(self.bytes(chosen), default=0)
+
+    def seconds(self, chosen: Sequence[int]) -> float:
+        """The time of all parts."""
+        return seconds_of_ways(self.menus, chosen)
+
+    def within(self, room: int) -> tuple[int, ...] | None:
+        """Choices that take about `room` bytes and not more; None if those with the lowest peak take more.
+
+        Less room never gives a higher peak, nor less time.
+        """
+        if self.peak(self.fastest) <= room:
+            return self.fastest
+        return self._ladder.at(room) if self.peak(self.least) <= room else None
+
+    @cached_property
+    def least(self) -> tuple[int, ...]:
+        """The choices with the lowest peak, as far as it is known, and of these the fastest."""
+        zero = [[Way(0.0, way.bytes) for way in menu] for menu in self.menus]
+        found = _search(zero, self._layers, inf)
+        lowest = self._plain if found is None else min(found, self._plain, key=self.peak)
+        return self.fastest_within(self.peak(lowest), lowest)
+
+    @cached_property
+    def fastest(self) -> tuple[int, ...]:
+        """The fastest choices, and of these the ones with the lowest peak."""
+        return self.fastest_within(self.peak(self._plain), self._plain)
+
+    def fastest_within(self, room: int, known: tuple[int, ...]) -> tuple[int, ...]:
+        """The choices in which no moment takes more than `room`, in the least time; `known` are some.
+
+        Among equally fast ones those with the lowest peak are returned. Exact for up to `_MOST_STATES` undominated
+        states. Of more than these, some are dropped, so that less room could give a higher peak, or less time.
+        """
+        bound = bound_of(self.menus, self.fixed, room, plan=known, fits=lambda one: self.peak(one) <= room)
+        seen = [bound.plan]
+        # What a quick search finds leaves less to the thorough one.
+        for part in (_QUICK, 1):
+            found = _search(self.menus, self._layers, room, bound, part)
+            if found is not None:
+                seen.append(found)
+                bound = bound.with_plan(found, self.seconds(found))
+        return min(seen, key=lambda one: (self.seconds(one), self.peak(one)))
+
+    @cached_property
+    def _plain(self) -> tuple[int, ...]:
+        """The fastest way of each part."""
+        return tuple(min(range(len(menu)), key=lambda at: menu[at].seconds) for menu in self.menus)
+
+    @cached_property
+    def _ladder(self) -> Ladder:
+        find = partial(self.fastest_within, known=self.least)
+        return Ladder(find, measured=self.peak, seconds=self.seconds, slow=self.least, fast=self.fastest)
+
+    @cached_property
+    def _layers(self) -> list[_Layer]:
+        return list(_layers(self.menus, self.fixed))
 
 
-def least_peak_of_ways(menus: Sequence[Sequence[Way]], fixed: Sequence[int]) -> tuple[int, ...]:
-    """The choices with the lowest peak."""
-    found = _search([[Way(0.0, way.bytes) for way in menu] for menu in menus], fixed, inf)
-    assert found is not None
-    return found
-
-
-def peak_of_ways(menus: Sequence[Sequence[Way]], fixed: Sequence[int], chosen: Sequence[int]) -> int:
-    """The bytes of the highest moment."""
-    return max(bytes_of_ways(menus, fixed, chosen), default=0)
-
-
-def bytes_of_ways(menus: Sequence[Sequence[Way]], fixed: Sequence[int], chosen: Sequence[int]) -> tuple[int, ...]:
-    """The bytes of each moment."""
-    sums = list(fixed)
-    for menu, number in zip(menus, chosen, strict=True):
-        sums = list(map(add, sums, menu[number].bytes))
-    return tuple(sums)
-
-
-#: Seconds, the highest moment as far as it is known, sums, and the number of the state before with the way from there.
-_State: TypeAlias = tuple[float, float, tuple[int, ...], int, int]
+#: Seconds, the highest moment as far as it is known, sums, the number of the state before with the way from there, and
+#: the excesses of all ways.
+_State: TypeAlias = tuple[float, float, tuple[int, ...], int, int, float]
 #: More states than this are thinned out; states of several sums take longer to compare.
-_MOST_STATES, _MOST_WITH_SUMS = 300, 150
+_MOST_STATES, _MOST_WITH_SUMS = 150, 50
+#: A quick search has so many times fewer states.
+_QUICK = 10
 
 
 @final
@@ -71,33 +111,35 @@ class _Layer:
 
     sources: tuple[int, ...]
     added: tuple[tuple[int, ...], ...]
-    #: By how much each sum may rise, and the bytes of the highest moment with that sum beside it.
-    slack: tuple[float, ...]
+    #: The least bytes of the highest moment with each sum, beside that sum.
     beside: tuple[int, ...]
     #: The sums that later parts add to.
     stays: tuple[int, ...]
 
 
-def _search(menus: Sequence[Sequence[Way]], fixed: Sequence[int], room: float) -> tuple[int, ...] | None:
-    layers = list(_layers(menus, fixed, room))
-    states: list[list[_State]] = [[(0.0, -inf, (0,), 0, 0)]]
-    if any(size > room for size in fixed) and not menus:
-        return None
-    for menu, layer in zip(menus, layers, strict=True):
-        grown = list(_grown(states[-1], menu, layer))
+def _search(
+    menus: Menus, layers: Sequence[_Layer], room: float, bound: Bound | None = None, part: int = 1
+) -> tuple[int, ...] | None:
+    """The fastest choices within the room, as far as they are found with one `part` of the states."""
+    excesses = bound.excesses if bound else [(0.0,) * len(menu) for menu in menus]
+    most = bound.most if bound else inf
+    states: list[list[_State]] = [[(0.0, -inf, (0,), 0, 0, 0.0)]]
+    for menu, excess, layer in zip(menus, excesses, layers, strict=True):
+        promising = [(number, way, excess[number]) for number, way in enumerate(menu) if excess[number] <= most]
+        grown = list(_grown(states[-1], promising, layer, room, most))
         if not grown:
             return None
-        states.append(_undominated(grown))
+        states.append(_undominated(grown, part, is_priced=bound is not None))
     best = min(range(len(states[-1])), key=lambda at: states[-1][at][:2])
     path = []
     for some in reversed(states[1:]):
-        _, _, _, at, number = some[best]
+        _, _, _, at, number, _ = some[best]
         path.append(number)
         best = at
     return tuple(reversed(path))
 
 
-def _layers(menus: Sequence[Sequence[Way]], fixed: Sequence[int], room: float) -> Iterator[_Layer]:
+def _layers(menus: Menus, fixed: Sequence[int]) -> Iterator[_Layer]:
     moments = range(len(fixed))
     lowest = [[min(way.bytes[at] for way in menu) for at in moments] for menu in menus]
     # The least that each moment takes, whatever is chosen.
@@ -122,19 +164,23 @@ def _layers(menus: Sequence[Sequence[Way]], fixed: Sequence[int], room: float) -
         yield _Layer(
             tuple(source for source, _ in groups),
             tuple(zip(*(column for _, column in groups), strict=True)),
-            tuple(room - high for high in highest),
             tuple(highest),
             tuple(kept),
         )
 
 
-def _grown(states: Sequence[_State], menu: Sequence[Way], layer: _Layer) -> Iterator[_State]:
-    for at, (seconds, highest, sums, _, _) in enumerate(states):
+def _grown(
+    states: Sequence[_State], menu: Sequence[tuple[int, Way, float]], layer: _Layer, room: float, most: float
+) -> Iterator[_State]:
+    """The states after a part that fit, with those ways of it that may be part of fast enough choices."""
+    for at, (seconds, highest, sums, _, _, excess) in enumerate(states):
         before = [sums[source] for source in layer.sources]
-        for number, way in enumerate(menu):
+        for number, way, more in menu:
+            if excess + more > most:
+                continue
             after = list(map(add, before, layer.added[number]))
-            if all(map(le, after, layer.slack)):
-                peak = max(map(add, after, layer.beside), default=highest)
+            peak = max(map(add, after, layer.beside), default=highest)
+            if peak <= room:
                 yield (
                     seconds + way.seconds,
                     max(highest, peak),
@@ -142,20 +188,23 @@ def _grown(states: Sequence[_State], menu: Sequence[Way], layer: _Layer) -> Iter
                     (*(after[place] for place in layer.stays), 0),
                     at,
                     number,
+                    excess + more,
                 )
 
 
-def _undominated(states: list[_State]) -> list[_State]:
+def _undominated(states: list[_State], part: int, *, is_priced: bool) -> list[_State]:
     """The states that no other one beats; of equal ones the first in the order of choices."""
     states.sort()
+    thinned = _most_promising if is_priced else _evenly
     if len(states[0][2]) <= 2:
-        return _thinned(list(_along_one_sum(states)), _MOST_STATES)
-    states = _thinned(states, 20 * _MOST_WITH_SUMS)
+        return thinned(list(_along_one_sum(states)), max(_MOST_STATES // part, 2))
+    most = max(_MOST_WITH_SUMS // part, 2)
+    states = thinned(states, 20 * most)
     kept: list[_State] = []
     for state in states:
         if not any(_beats(one, state) for one in kept):
             kept.append(state)
-    return _thinned(kept, _MOST_WITH_SUMS)
+    return thinned(kept, most)
 
 
 def _along_one_sum(states: Sequence[_State]) -> Iterator[_State]:
@@ -174,12 +223,24 @@ def _beats(one: _State, other: _State) -> bool:
     return (one[0] < other[0] or one[1] <= other[1]) and all(map(le, one[2], other[2]))
 
 
-def _thinned(states: list[_State], most: int) -> list[_State]:
+def _evenly(states: list[_State], most: int) -> list[_State]:
     """An even choice of sorted states, with the fastest, and those that are lowest in each sum."""
     if len(states) <= most:
         return states
+    even = {round(at * (len(states) - 1) / (most - 1)) for at in range(most)}
+    return [states[at] for at in sorted(_lowest(states) | even)]
+
+
+def _most_promising(states: list[_State], most: int) -> list[_State]:
+    """Those of sorted states that exceed the bound least, and those that are lowest in each sum."""
+    if len(states) <= most:
+        return states
+    promising = sorted(range(len(states)), key=lambda at: (states[at][5], at))[:most]
+    return [states[at] for at in sorted(_lowest(states).union(promising))]
+
+
+def _lowest(states: list[_State]) -> set[int]:
     lowest = {min(range(len(states)), key=lambda at: (states[at][2][place], at)) for place in range(len(states[0][2]))}
     lowest.add(min(range(len(states)), key=lambda at: (states[at][1], sum(states[at][2]), at)))
     lowest.add(min(range(len(states)), key=lambda at: (max(states[at][2]), at)))
-    even = {round(at * (len(states) - 1) / (most - 1)) for at in range(most)}
-    return [states[at] for at in sorted(lowest | even)]
+    return lowest

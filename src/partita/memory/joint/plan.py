@@ -26,7 +26,7 @@ from partita.policies.repeats import Repeats
 from partita.program.program import Program
 from partita.regions.joint_forward import forward_part
 from partita.solvers.ladder import Ladder
-from partita.solvers.peak import Choice, Stage, fastest, frontier, least_peak
+from partita.solvers.peak import Choice, Stage, fastest, frontier, ladder_of, least_peak
 
 
 @final
@@ -391,7 +391,7 @@ class JointPlanner:
     @cached_property
     def _ladder(self) -> Ladder:
         """The plans between the smallest peak and that of the fastest step."""
-        return Ladder(self.stages, self.peak_of, slow=self._smallest, fast=self._plain)
+        return ladder_of(self.stages, self.peak_of, slow=self._smallest, fast=self._plain)
 
     def seconds(self, chosen: Sequence[int]) -> float:
         """The time that a plan takes to recompute what it does not save."""

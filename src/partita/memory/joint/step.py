@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from partita.memory.joint.part import PartMenu, PartWay
-from partita.solvers.shared_choices import Way
+from partita.solvers.prices import Way
 
 
 @final

@@ -12,7 +12,8 @@ from partita.memory.budget import MemoryBudget, shown_bytes
 from partita.memory.joint.part import PartMenu, PartWay
 from partita.memory.joint.plan import JointMemoryPlan
 from partita.memory.joint.step import RecordedStep, StepBytes, bytes_of_step
-from partita.solvers.shared_choices import Way, bytes_of_ways, fastest_ways, least_peak_of_ways, peak_of_ways
+from partita.solvers.prices import Way
+from partita.solvers.shared_choices import SharedChoices
 
 
 @final
@@ -126,14 +127,12 @@ def plan_steps(
     numbers = [bytes_of_step(step, menus, ways) for step, ways in zip(steps, current, strict=True)]
     fixed = [size + beside for one in numbers for size in one.fixed]
     solved = [_joined(part, menus[part], steps, numbers) for part in order]
-    least = least_peak_of_ways(solved, fixed)
+    choices = SharedChoices(solved, fixed)
     plain = tuple(menus[part].ways.index(menus[part].fastest) for part in order)
-    plain_peak, smallest = peak_of_ways(solved, fixed, plain), peak_of_ways(solved, fixed, least)
+    plain_peak, smallest = choices.peak(plain), choices.peak(choices.least)
     asked = budget.bytes(max(plain_peak, smallest))
-    chosen = fastest_ways(solved, fixed, asked)
-    if chosen is None:
-        chosen = least
-    sizes = bytes_of_ways(solved, fixed, chosen)
+    chosen = choices.within(asked) or choices.least
+    sizes = choices.bytes(chosen)
     ways = {part: menus[part].ways[number] for part, number in zip(order, chosen, strict=True)}
     places = [(step, at) for step, one in enumerate(steps) for at in range(len(one.moments))]
     spare: dict[int, int] = {}
@@ -172,11 +171,10 @@ def holds(
         return False
     numbers = bytes_of_step(step, menus, current)
     fixed = [size + beside for size in numbers.fixed]
-    solved = [numbers.menus[part] for part in order]
+    choices = SharedChoices([numbers.menus[part] for part in order], fixed)
     chosen = [menus[part].ways.index(planned.ways[part]) for part in order]
     plain = [menus[part].ways.index(menus[part].fastest) for part in order]
-    fits = peak_of_ways(solved, fixed, chosen) <= planned.asked
-    return fits and peak_of_ways(solved, fixed, plain) <= planned.plain_peak
+    return choices.peak(chosen) <= planned.asked and choices.peak(plain) <= planned.plain_peak
 
 
 def infeasible(planned: PlannedWays) -> BudgetError:
