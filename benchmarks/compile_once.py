@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -95,7 +96,7 @@ def compiled(way: str, model: Model) -> Callable[[Tensor], Tensor]:
         return model
     if way == "nested":
         # torch 2.13 marks the function, and a bound method cannot be marked.
-        Block.forward = torch.compiler.nested_compile_region(Block.forward)  # type: ignore[method-assign]
+        Block.forward = torch.compiler.nested_compile_region(Block.forward, **_as_many_regions_as(model))  # type: ignore[method-assign]
     if way in ("ours", AT_MATMULS):
         from partita.policies import SplitAt
         from partita.torch_compile import backend
@@ -103,6 +104,12 @@ def compiled(way: str, model: Model) -> Callable[[Tensor], Tensor]:
         options = {"policy": SplitAt(_reads_qkv)} if way == AT_MATMULS else {}
         return torch.compile(model, backend=backend, options=options)
     return torch.compile(model)
+
+
+def _as_many_regions_as(model: Model) -> dict[str, int]:
+    """torch 2.13 refuses more than eight blocks that differ unless one asks for more; torch 2.11 has no such limit."""
+    has_limit = "max_reuse_entries" in signature(torch.compiler.nested_compile_region).parameters
+    return {"max_reuse_entries": len(model.blocks)} if has_limit else {}
 
 
 def _reads_qkv(node: torch.fx.Node) -> bool:

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule
 import partita
 from partita import Program
 from partita.memory import Timeline
-from partita.policies import BySize
+from partita.policies import ByModule, BySize
 from partita.treatments import Call
 
 #: Where a box is on the page, and what the view draws of it.
@@ -281,6 +281,14 @@ def test_bodies_memory_and_checks_are_shown(open_report: Opener) -> None:
     )
     page.keyboard.press("ArrowLeft")
     assert "operator 1," in page.inner_text(".tip")
+
+
+def test_the_bodies_say_why_they_are_not_one(open_report: Opener) -> None:
+    blocks = nn.Sequential(*(nn.Sequential(nn.LayerNorm(4, eps=eps), nn.Linear(4, 4)) for eps in (1e-5, 1e-3)))
+    program = partita.capture(blocks, (torch.ones(2, 4),))
+    page = open_report(partita.report(partita.plan(program, ByModule("*", depth=1), Call())))
+    page.click("#tab-bodies")
+    assert _column(page, "bodies", 6) == ["", "like part_0, but eps of layer_norm_1 is 0.001, of layer_norm 1e-05"]
 
 
 def test_a_timeline_without_operators_is_an_empty_chart(open_report: Opener) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.symbolic_shapes import hint_of
+from partita._torch.symbolic_shapes import SYMBOLIC, hint_of
 from partita.errors import MissingTargetError
 
 # Module stacks: where in the model a traced node belongs, as torch.export records it.
@@ -67,6 +67,29 @@ def value_of(node: Node) -> Any:
         if key in meta:
             return meta[key]
     return None
+
+
+def value_text(value: Any) -> str:
+    """A traced value in a few characters: dtype and sizes of a tensor, items of a container."""
+    if isinstance(value, torch.Tensor):
+        device = "" if value.device.type in ("cpu", "meta") else f" {value.device}"
+        return f"{_dtype_text(value.dtype)}[{', '.join(map(str, value.shape))}]{device}"
+    if isinstance(value, tuple | list):
+        shown = [value_text(item) for item in value[:_SHOWN_ITEMS]]
+        more = [f"{len(value) - _SHOWN_ITEMS} more"] if len(value) > _SHOWN_ITEMS else []
+        return f"({', '.join([*shown, *more])})"
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return repr(value)[:_LONGEST]
+    return str(value)[:_LONGEST] if isinstance(value, SYMBOLIC) else type(value).__name__
+
+
+_SHOWN_ITEMS, _LONGEST = 4, 60
+_DTYPES = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return next((short + name.removeprefix(long) for long, short in _DTYPES if name.startswith(long)), name)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

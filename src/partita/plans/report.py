@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from torch.fx import Node
@@ -19,8 +19,9 @@ from partita.plans.treatment import Treatment
 from partita.program.flops import Flops
 from partita.program.program import counted_operators, effect_neighbours, neighbours
 from partita.regions import Partition, Region
+from partita.regions.body_differences import differences
 from partita.regions.borders import Crossing, Item
-from partita.regions.equal_bodies import body_numbers, has_repeats
+from partita.regions.equal_bodies import body_numbers, may_repeat
 from partita.regions.region import ONLY_SWITCHES, Reason, ReasonKind
 from partita.solvers.quotient import ALONE, NOWHERE
 
@@ -101,12 +102,15 @@ class DistinctBody(metaclass=PlainHelp):
     """Regions with equal bodies of so many nodes; `name` is the label that they share, or the name of the first.
 
     `numbers` are the nodes of the first region with a number that differs in the others, and so is passed to the body.
+    Where an earlier body has the same operators, `like` is its name, and `difference` what differs first, in words.
     """
 
     name: str
     nodes: int
     regions: tuple[str, ...]
     numbers: tuple[str, ...] = ()
+    like: str = ""
+    difference: str = ""
 
     @property
     def calls(self) -> int:
@@ -115,27 +119,36 @@ class DistinctBody(metaclass=PlainHelp):
     def __str__(self) -> str:
         calls = "1 call" if self.calls == 1 else f"{self.calls} calls"
         text = f"{self.name}: {calls} of {self.nodes} {'node' if self.nodes == 1 else 'nodes'}"
-        if not self.numbers:
-            return text
-        rest = len(self.numbers) - _SHOWN
-        shown = ", ".join(self.numbers[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-        return f"{text}, each with its own {'number' if len(self.numbers) == 1 else 'numbers'} in {shown}"
+        if self.numbers:
+            rest = len(self.numbers) - _SHOWN
+            shown = ", ".join(self.numbers[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+            text += f", each with its own {'number' if len(self.numbers) == 1 else 'numbers'} in {shown}"
+        return f"{text}, like {self.like}, but {self.difference}" if self.difference else text
 
 
 def distinct_bodies(partition: Partition) -> tuple[DistinctBody, ...]:
     """The distinct bodies in the order of their first regions."""
-    found: dict[int, list[Region]] = {}
-    for region, body in zip(partition.regions, body_numbers(partition), strict=True):
-        found.setdefault(body, []).append(region)
-    made, number = [], partition.program.index.number
-    for regions in found.values():
-        label = regions[0].label
-        is_shared = isinstance(label, str) and all(region.label == label for region in regions)
-        name = label if isinstance(label, str) and is_shared else regions[0].name
-        names = tuple(region.name for region in regions)
-        numbers = tuple(node.name for node in regions[0].nodes if number[node] in partition.constants)
-        made.append(DistinctBody(name, partition.operator_count(regions[0]), names, numbers))
-    return tuple(made)
+    callers: dict[int, list[int]] = {}
+    for at, body in enumerate(body_numbers(partition)):
+        callers.setdefault(body, []).append(at)
+    regions = [[partition.regions[at] for at in own] for own in callers.values()]
+    labels = Counter(label for own in regions if isinstance(label := own[0].label, str))
+    bodies = [_distinct_body(partition, own, labels) for own in regions]
+    firsts = {own[0]: body for own, body in zip(callers.values(), bodies, strict=True)}
+    found = differences(partition, list(firsts))
+    return tuple(
+        body if other is None else replace(body, like=firsts[other[0]].name, difference=other[1])
+        for body, other in zip(bodies, found, strict=True)
+    )
+
+
+def _distinct_body(partition: Partition, regions: Sequence[Region], labels: Mapping[str, int]) -> DistinctBody:
+    """The body of these regions; policies may give one label to regions with different bodies."""
+    label, number = regions[0].label, partition.program.index.number
+    is_theirs = isinstance(label, str) and labels[label] == 1 and all(region.label == label for region in regions)
+    names = tuple(region.name for region in regions)
+    numbers = tuple(node.name for node in regions[0].nodes if number[node] in partition.constants)
+    return DistinctBody(str(label) if is_theirs and len(regions) > 1 else names[0], partition.operator_count(regions[0]), names, numbers)
 
 
 def table(partition: Partition, treatments: Sequence[Treatment]) -> str:
@@ -277,13 +290,16 @@ def _counts(saved_bytes: SavedBytes) -> tuple[str, str, str]:
 
 
 def _bodies(partition: Partition) -> list[str]:
-    """The bodies that several regions have, those called most first, and how many others there are."""
-    if not has_repeats(partition):
+    """The bodies that several regions have, those called most first, one that is nearly equal, and how many others."""
+    if not may_repeat(partition):
         return []
     bodies = distinct_bodies(partition)
     repeated = sorted((body for body in bodies if body.calls > 1), key=lambda body: -body.calls)
-    shown = [str(body) for body in repeated[:_SHOWN]]
+    nearly_equal = [body for body in bodies if body.calls == 1 and body.nodes > 1 and body.difference]
+    shown = [str(body) for body in (*repeated[:_SHOWN], *nearly_equal[:1])]
     rest = len(bodies) - len(shown)
+    if not shown:
+        return []
     return [f"bodies: {len(bodies)} distinct; {'; '.join(shown)}" + (f"; {rest} more" if rest else "")]
 
 

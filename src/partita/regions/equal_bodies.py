@@ -51,10 +51,12 @@ def passing_differing_numbers(partition: Partition) -> Partition:
 
 def has_repeats(partition: Partition) -> bool:
     """Whether two regions have equal bodies."""
-    regions = partition.regions
-    if len({_outline_of(region) for region in regions}) == len(regions):
-        return False
-    return len(set(body_numbers(partition))) < len(regions)
+    return may_repeat(partition) and len(set(body_numbers(partition))) < len(partition)
+
+
+def may_repeat(partition: Partition) -> bool:
+    """Whether two regions call the same functions in the same order, which is cheap to see."""
+    return len({_functions_of(region) for region in partition.regions}) < len(partition)
 
 
 def shareable_bodies(partition: Partition) -> list[int]:
@@ -64,7 +66,7 @@ def shareable_bodies(partition: Partition) -> list[int]:
     the same marks on their nodes. A body that calls modules, or holds tensors, is called by its own region alone.
     """
     regions, found = partition.regions, list(range(len(partition)))
-    if len({_outline_of(region) for region in regions}) == len(regions):
+    if not may_repeat(partition):
         return found
     structure = partition.program.once(structure_of)
     first: dict[Hashable, list[int]] = {}
@@ -85,19 +87,23 @@ def _key(
     partition: Partition, at: int, numbers: Sequence[int], structure: Structure, loose: Mapping[int, int]
 ) -> Hashable:
     """Equal for regions with equal bodies, if the numbers of the nodes in `loose` do not count."""
-    letters, mentions, local = structure.letters, structure.mentions, dict[int, int]()
-    nodes = []
-    for number in numbers:
-        read = [local.setdefault(mentioned, len(local)) for mentioned in mentions[number]]
-        nodes.append((loose.get(number, letters[number]), *read))
-        local.setdefault(number, len(local))
+    letters, local = structure.letters, dict[int, int]()
+    wiring = local_mentions(structure, numbers, local)
+    nodes = [(loose.get(number, letters[number]), *read) for number, read in zip(numbers, wiring, strict=True)]
     border = partition.borders.of_regions[at]
     inputs = tuple(_crossings(border.inputs, local))
     outputs = tuple(_crossings(border.outputs, local))
     mutated = tuple(
-        sorted(local[number] for number in _mutated(partition.program, partition.regions[at]) if number in local)
+        sorted(local[number] for number in mutated_later(partition.program, partition.regions[at]) if number in local)
     )
     return tuple(nodes), inputs, outputs, mutated
+
+
+def local_mentions(structure: Structure, numbers: Iterable[int], local: dict[int, int]) -> Iterator[list[int]]:
+    """What each of these nodes mentions, numbered in the order in which they mention or make it; `local` is filled."""
+    for number in numbers:
+        yield [local.setdefault(mentioned, len(local)) for mentioned in structure.mentions[number]]
+        local.setdefault(number, len(local))
 
 
 def _crossings(crossings: Iterable[Crossing], local: dict[int, int]) -> Iterator[Hashable]:
@@ -111,7 +117,7 @@ def _crossings(crossings: Iterable[Crossing], local: dict[int, int]) -> Iterator
             yield type(crossing).__name__, local.setdefault(crossing.number, len(local)), place
 
 
-def _mutated(program: Program, region: Region) -> Iterator[int]:
+def mutated_later(program: Program, region: Region) -> Iterator[int]:
     """The nodes of a region, and those it reads, that other nodes mutate later."""
     mutations, number = program.mutations, program.index.number
     if not mutations.mutators:
@@ -121,8 +127,7 @@ def _mutated(program: Program, region: Region) -> Iterator[int]:
     yield from (number[node] for node in mutations.later_mutators(region.inputs(), region.nodes))
 
 
-def _outline_of(region: Region) -> Hashable:
-    """What regions with equal bodies have in common, and what is cheap to compare."""
+def _functions_of(region: Region) -> Hashable:
     return tuple([(node.op, node.target) for node in region.nodes if node.op == "call_function"])
 
 

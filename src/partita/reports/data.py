@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from partita.analysis.nodes import TracedBytes, container_items, sum_of_bytes, value_of
+from partita.analysis.nodes import TracedBytes, container_items, sum_of_bytes, value_of, value_text
 from partita.equivalence import Comparison
 from partita.memory import Picture, Timeline
 from partita.memory.picture import timeline_data
@@ -21,7 +20,7 @@ from partita.program.program import Program, counted_operators
 from partita.regions import Partition
 from partita.regions.borders import Constant, Crossing, Item
 from partita.regions.equal_bodies import body_numbers
-from partita.reports.graph_data import Texts, class_name, graph_data, value_text
+from partita.reports.graph_data import Texts, class_name, graph_data
 
 FORMAT, VERSION = "partita report", 1
 
@@ -140,13 +139,9 @@ def _bodies(plan: Plan, numbers: list[int]) -> list[dict[str, Any]]:
     calls: dict[int, list[int]] = {}
     for at, body in enumerate(numbers):
         calls.setdefault(body, []).append(at)
-    bodies = plan.bodies()
-    named = Counter(body.name for body in bodies)
-    # Policies may give one label to regions with different bodies.
-    names = [body.name if named[body.name] == 1 else body.regions[0] for body in bodies]
     return [
-        {"name": name, "nodes": body.nodes, "regions": calls[at]}
-        for at, (name, body) in enumerate(zip(names, bodies, strict=True))
+        {"name": body.name, "nodes": body.nodes, "regions": calls[at], "like": body.like, "difference": body.difference}
+        for at, body in enumerate(plan.bodies())
     ]
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, final
 
-import torch
 from torch.fx import Node
 
 from partita.analysis.effects.terms import Effects
-from partita.analysis.nodes import TracedBytes, find, is_module_state, traced_bytes, value_of
+from partita.analysis.nodes import TracedBytes, find, is_module_state, traced_bytes, value_of, value_text
 from partita.plans import Plan
 from partita.plans.report import called_name
 from partita.policies.by_module import ModuleCall, calls_around, calls_in
@@ -117,33 +116,9 @@ def call_order(partition: Partition) -> list[int]:
     return found
 
 
-def value_text(value: Any) -> str:
-    """A traced value in a few characters: dtype and sizes of a tensor, items of a container."""
-    if isinstance(value, torch.Tensor):
-        device = "" if value.device.type in ("cpu", "meta") else f" {value.device}"
-        return f"{_dtype_text(value.dtype)}[{', '.join(map(str, value.shape))}]{device}"
-    if isinstance(value, tuple | list):
-        shown = [value_text(item) for item in value[:_SHOWN_ITEMS]]
-        more = [f"{len(value) - _SHOWN_ITEMS} more"] if len(value) > _SHOWN_ITEMS else []
-        return f"({', '.join([*shown, *more])})"
-    if value is None or isinstance(value, bool | int | float | complex | str):
-        return repr(value)[:_LONGEST]
-    return str(value)[:_LONGEST] if isinstance(value, _SYMBOLIC) else type(value).__name__
-
-
 def class_name(kind: object) -> str:
     """The name of a class without its module; torch.export records the names of classes, other tracers the classes."""
     return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
-
-
-_SHOWN_ITEMS, _LONGEST = 4, 60
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_DTYPES = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"))
-
-
-def _dtype_text(dtype: torch.dtype) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return next((short + name.removeprefix(long) for long, short in _DTYPES if name.startswith(long)), name)
 
 
 def _target(node: Node) -> str:

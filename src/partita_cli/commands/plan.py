@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -79,7 +80,7 @@ def data_of(plan: Plan) -> dict[str, Any]:
         "nodes": len(plan.program.index),
         "operators": len(plan.program.once(counted_operators)),
         "regions": [_region(plan, vertex, counter) for vertex in order],
-        "bodies": [{"name": body.name, "nodes": body.nodes, "regions": list(body.regions)} for body in plan.bodies()],
+        "bodies": [asdict(body) for body in plan.bodies()],
         "excluded": [
             {"kind": one.kind, "by": one.by, "why": one.why, "operators": dict(one.operators)}
             for one in plan.excluded()

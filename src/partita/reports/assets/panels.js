@@ -108,11 +108,16 @@ function buildBodies(panel) {
     numberColumn("FLOPs in all calls", (row) => row.flops, shownFlops),
     { name: "regions", value: (row) => row.calls, searched: namesOfRegions, class: "wide", cell: callersCell },
   ];
+  if (rows.some((row) => row.difference)) {
+    columns.push({ name: "difference", value: nearlyEqual, class: "wide" });
+  }
   const options = { label: "Distinct bodies", one: "body", several: "bodies", filter: "Filter bodies" };
   panel.append(...new Table(columns, rows, options).elements());
 }
 
 const namesOfRegions = (body) => body.regions.map((at) => regions[at].name).join(" ");
+
+const nearlyEqual = (body) => (body.difference ? `like ${body.like}, but ${body.difference}` : "");
 
 function callersCell(body) {
   const shown = body.regions.slice(0, 8).flatMap((at) => [regionLink(at), " "]);
