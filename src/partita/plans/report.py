@@ -99,7 +99,7 @@ class Excluded(metaclass=PlainHelp):
 @final
 @dataclass(frozen=True, slots=True)
 class DistinctBody(metaclass=PlainHelp):
-    """Regions with equal bodies of so many nodes; `name` is the label that they share, or the name of the first.
+    """Regions with equal bodies of so many nodes; `name` is the label that several share, or the name of the first one.
 
     `numbers` are the nodes of the first region with a number that differs in the others, and so is passed to the body.
     Where an earlier body has the same operators, `like` is its name, and `difference` what differs first, in words.
