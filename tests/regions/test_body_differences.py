@@ -130,7 +130,9 @@ def test_arguments_without_a_name_are_counted() -> None:
     def scaled(factor: float) -> Callable[[Graph, list[Node]], Node]:
         return lambda graph, made: graph.call_function(torch.where, (made[-1], factor, made[-1]))
 
-    assert _difference([scaled(1.0), scaled(2.0)], lambda made: made[-1]) == "argument 2 of where_1 is 2.0, of where 1.0"
+    assert (
+        _difference([scaled(1.0), scaled(2.0)], lambda made: made[-1]) == "argument 2 of where_1 is 2.0, of where 1.0"
+    )
 
 
 @given(captured_programs())

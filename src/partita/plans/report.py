@@ -148,7 +148,8 @@ def _distinct_body(partition: Partition, regions: Sequence[Region], labels: Mapp
     is_theirs = isinstance(label, str) and labels[label] == 1 and all(region.label == label for region in regions)
     names = tuple(region.name for region in regions)
     numbers = tuple(node.name for node in regions[0].nodes if number[node] in partition.constants)
-    return DistinctBody(str(label) if is_theirs and len(regions) > 1 else names[0], partition.operator_count(regions[0]), names, numbers)
+    name = str(label) if is_theirs and len(regions) > 1 else names[0]
+    return DistinctBody(name, partition.operator_count(regions[0]), names, numbers)
 
 
 def table(partition: Partition, treatments: Sequence[Treatment]) -> str:

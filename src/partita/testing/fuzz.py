@@ -204,8 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = [min(_CHUNK, options.seed + options.graphs - first) for first in starts]
     chosen = {name: getattr(options, name) for name in ("modes", *LAWS)}
     check = partial(fuzz, **chosen)
-    quiet = partial(logging.disable, logging.WARNING)
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), initializer=quiet) as pool:
+    prepare = partial(_prepare, options.device)
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn"), initializer=prepare) as pool:
         for tally in pool.map(check, starts, sizes):
             for case in tally.broken[: max(0, options.show - len(total.broken))]:
                 print(f"\n{case}", flush=True)
@@ -219,6 +219,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if total.broken or _is_vacuous(total, modes=options.modes) else 0
 
 
+def _prepare(device: str | None) -> None:
+    """Prepares a process: without warnings in the log, and for programs on another device."""
+    logging.disable(logging.WARNING)
+    if device is not None:
+        torch.set_default_device(device)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", type=int, default=2000, help="how many programs (default 2000)")
@@ -228,6 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, law in LAWS.items():
         first: dict[str, Any] = {} if law.values is None else {"nargs": "?", "const": law.values[0]}
         kinds.add_argument(f"--{name}", choices=law.values or backend_names(), help=law.about, **first)
+    parser.add_argument("--device", help="where the programs' tensors are, as `torch.set_default_device` puts them")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--show", type=int, default=5, help="how many broken cases to print in full (default 5)")
     return parser

@@ -57,6 +57,15 @@ def restore_persistence(copied: GraphModule, original: nn.Module) -> None:
 _ODD_NAMES = ("submod_0", "self_1", "add_1", "getitem", "submod_1_0", "output_1", "cache", "l_self_x_")
 
 
+def on_default_device() -> dict[str, torch.device]:
+    """What makes a tensor where all others are; nothing on the CPU.
+
+    torch 2.13 forgets the default device inside of bodies that it compiles.
+    """
+    device = torch.get_default_device()
+    return {} if device.type == "cpu" else {"device": device}
+
+
 class UnfitError(Exception):
     """A step does not fit at its place, so it is skipped."""
 

@@ -227,7 +227,7 @@ _ENTRIES: Mapping[str, Callable[[nn.Module], None]] = {
     "outer.part": _module("outer.part", lambda: nn.Linear(6, 6)),
     "outer_part.body": _module("outer_part.body", _pure_body),
     "embedding": _module("embedding", lambda: nn.Embedding(6, 6, max_norm=0.5)),
-    "generator": lambda root: setattr(root, "generator", torch.Generator().manual_seed(7)),
+    "generator": lambda root: setattr(root, "generator", torch.Generator(torch.get_default_device()).manual_seed(7)),
     "relu": _module("relu", lambda: nn.ReLU(inplace=True)),
     "dropout": _module("dropout", lambda: nn.Dropout(0.5)),
     "norm": _module("norm", lambda: nn.LayerNorm(6)),

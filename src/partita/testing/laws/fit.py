@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, final
@@ -72,8 +72,12 @@ class Step:
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            peak = measured_peak(step, (*self.state(), *tensors_in((args, kwargs)))) if measures else None
-            if peak is None:
+            peak = None
+            if measures:
+                own = (*self.state(), *tensors_in((args, kwargs)))
+                peak = -_allocated_by_others(own)
+                peak += measured_peak(step, own)
+            else:
                 step()
             after = torch.random.get_rng_state()
         tensors = [losses[0], after, *self.state(), *tensors_in((args, kwargs))]
@@ -95,6 +99,18 @@ class Step:
         """Parameters and buffers."""
         yield from self.model.parameters()
         yield from self.model.buffers()
+
+
+def _allocated_by_others(own: Iterable[Tensor]) -> int:
+    """What torch's allocator has given out on a GPU, beside the storages of these tensors; nothing on the CPU."""
+    storages = {storage.data_ptr(): storage for tensor in own if (storage := tensor.untyped_storage()).is_cuda}
+    if not storages:
+        return 0
+    return torch.cuda.memory_allocated() - sum(-(-one.nbytes() // _ROUNDING) * _ROUNDING for one in storages.values())
+
+
+#: torch's allocator gives out multiples of so many bytes.
+_ROUNDING = 512
 
 
 @final

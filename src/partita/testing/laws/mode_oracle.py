@@ -89,7 +89,7 @@ def modes_seen(case: Case, module: GraphModule, *, known: Collection[str] | None
     """
     run = _Run({}, known)
     found, grad = read_ambient(), torch.is_grad_enabled()
-    torch.default_generator.manual_seed(0)
+    torch.manual_seed(0)
     torch.clear_autocast_cache()
     raised, returned = None, None
     with torch.inference_mode(found.inference), torch.set_grad_enabled(grad):
@@ -103,8 +103,14 @@ def modes_seen(case: Case, module: GraphModule, *, known: Collection[str] | None
     state = (*module.state_dict(keep_vars=True).values(), *flatten((case.args, case.kwargs)).leaves)
     # Wrapping moves or duplicates modules, so state is compared by its values alone.
     once = {id(value): value for value in state}.values()
-    shown = (*sorted(repr(_shown(value)) for value in once), torch.get_rng_state().numpy().tobytes())
+    shown = (*sorted(repr(_shown(value)) for value in once), *_rng_states())
     return ObservedRun(run.modes, outputs, shown, raised, leaks=raised is None and left != found)
+
+
+def _rng_states() -> list[bytes]:
+    """The states of torch's own generators."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+    return [state.numpy().tobytes() for state in states]
 
 
 def leaves_modes(case: Case) -> bool:

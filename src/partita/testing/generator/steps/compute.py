@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from partita.testing.generator.draft import Draft, Steps
+from partita.testing.generator.draft import Draft, Steps, on_default_device
 from partita.testing.generator.recipe import Picks
 
 aten = torch.ops.aten
@@ -74,7 +74,7 @@ def product(draft: Draft, picks: Picks) -> None:
 
 def discarded(draft: Draft, picks: Picks) -> None:
     """A result that may stay unused: a constant tensor."""
-    draft.call((torch.zeros, torch.ones)[picks[0] % 2], (4, 6))
+    draft.call((torch.zeros, torch.ones)[picks[0] % 2], (4, 6), **on_default_device())
 
 
 def overload(draft: Draft, picks: Picks) -> None:
@@ -206,7 +206,7 @@ def reshaped(draft: Draft, picks: Picks) -> None:
 
 def filled(draft: Draft, picks: Picks) -> None:
     whole = draft.method("size", draft.tensor(picks[0]))
-    draft.call((torch.zeros, torch.ones)[picks[1] % 2], whole)
+    draft.call((torch.zeros, torch.ones)[picks[1] % 2], whole, **on_default_device())
 
 
 def item(draft: Draft, picks: Picks) -> None:

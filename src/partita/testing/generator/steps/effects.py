@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import symbolic_trace
 from torch.nn import functional
 
-from partita.testing.generator.draft import Draft, Steps
+from partita.testing.generator.draft import Draft, Steps, on_default_device
 from partita.testing.generator.recipe import Picks
 from partita.testing.generator.state import (
     ATTRIBUTES,
@@ -34,7 +34,7 @@ def noise(draft: Draft, picks: Picks) -> None:
         case 0:
             draft.call(torch.rand_like, draft.tensor(picks[0]))
         case 1:
-            draft.call(torch.randn, 4, 6)
+            draft.call(torch.randn, 4, 6, **on_default_device())
         case 2:
             draft.call(aten.rand_like.default, draft.tensor(picks[0]))
         case _:
@@ -62,11 +62,11 @@ def own_generator(draft: Draft, picks: Picks) -> None:
     if picks[0] % 2:
         draft.method("uniform_", draft.mutable(picks[1]), generator=source)
     else:
-        draft.call(torch.rand, 4, 6, generator=source)
+        draft.call(torch.rand, 4, 6, generator=source, **on_default_device())
 
 
 def shuffled(draft: Draft, picks: Picks) -> None:
-    order = draft.call(torch.randperm, 4)
+    order = draft.call(torch.randperm, 4, **on_default_device())
     draft.call(torch.index_select, draft.matrix(picks[0]), 0, order)
 
 

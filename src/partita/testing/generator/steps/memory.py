@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.nn import functional
 
-from partita.testing.generator.draft import Draft, Steps, UnfitError
+from partita.testing.generator.draft import Draft, Steps, UnfitError, on_default_device
 from partita.testing.generator.recipe import Picks
 from partita.testing.generator.state import BUFFERS
 
@@ -84,7 +84,7 @@ def through_two_views(draft: Draft, picks: Picks) -> None:
 def indexed(draft: Draft, picks: Picks) -> None:
     """Mutation of the rows that a tensor of indices selects."""
     mutated = draft.mutable(picks[0])
-    rows = draft.call(torch.tensor, [0, 2] if picks[1] % 2 else [1, 0])
+    rows = draft.call(torch.tensor, [0, 2] if picks[1] % 2 else [1, 0], **on_default_device())
     values = draft.call(operator.getitem, _partner(draft, mutated, picks[2]), slice(0, 2))
     _check_apart(draft, mutated, values)
     match picks[3] % 3:
