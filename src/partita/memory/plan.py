@@ -17,6 +17,7 @@ from partita._html import html_table
 from partita.analysis.nodes import value_of
 from partita.capture import capture
 from partita.errors import BudgetError, OptionError
+from partita.memory._torch.workspaces import LIBRARY_BYTES
 from partita.memory.budget import MemoryBudget, bytes_said, check_device_has, shown_bytes
 from partita.memory.chain import Chain, StepOptions, Way, chain_of
 from partita.memory.communication import is_wrapped_for_ddp
@@ -288,9 +289,10 @@ def step_memory(
             "the step of a model is fitted before it is wrapped: DistributedDataParallel(partita.fit(...))"
         )
     extra = optimizer_bytes(optimizer) + bytes_said(communication, "communication")
+    device, dtype = _device_and_dtype(model)
+    extra += LIBRARY_BYTES if device.type == "cuda" else 0
     respects = checked_checkpoints(checkpoints) == "respect"
     program = capture(model, tuple(args), dict(kwargs or {}))
-    device, dtype = _device_and_dtype(model)
     options = StepOptions(rates or measure_rates(device, dtype), keeps_outputs, 512 if device.type == "cuda" else 1)
     fixed = checkpoints_of(program) if respects else ()
     names = [region.name for region in fixed]
@@ -309,7 +311,7 @@ class StepMemory:
 
     @property
     def resident_bytes(self) -> int:
-        """Parameters, buffers, constants, arguments, the optimizer's state, communication: allocated throughout."""
+        """Parameters, buffers, arguments, the optimizer's state, communication, libraries: allocated throughout."""
         return self.chain.resident_bytes + self.extra_bytes
 
     @cached_property

@@ -61,7 +61,7 @@ class Trial:
     ran: tuple[Ran, ...]
     #: Where the backward begins in `ran`.
     backward_at: int
-    #: Everything that the forward allocates.
+    #: All results that the forward allocates.
     made: tuple[Allocation, ...]
     #: What stays allocated after the forward, and what is allocated at the highest point of each half.
     held_allocations: tuple[Allocation, ...]
@@ -317,7 +317,9 @@ def _summary(
         backward=max(backward, held if backward else 0),
         ran=tuple(_relative(record.ran, before)),
         backward_at=forward_ends,
-        made=tuple(one for one in record.allocations if one.operator and one.born < forward_ends),
+        made=tuple(
+            one for one in record.allocations if one.operator and one.born < forward_ends and not one.is_workspace
+        ),
         held_allocations=tuple(held_now),
         forward_allocations=at_forward,
         backward_allocations=at_backward,

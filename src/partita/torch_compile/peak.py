@@ -26,6 +26,7 @@ from partita.analysis.nodes import has_nested_tensors, value_of
 from partita.analysis.projections import with_items
 from partita.backends._torch.partitioners import drop_forward_effects, let_inductor_take, partition_saving
 from partita.errors import BudgetError, OptionError, RecomputeError
+from partita.memory._torch.workspaces import LIBRARY_BYTES
 from partita.memory.budget import MemoryBudget, bytes_said, check_device_has, shown_bytes
 from partita.memory.joint.part import PartMenu, PartWay, menu_of, way_of
 from partita.memory.joint.plan import JointMemoryPlan, JointPlanner, JointStep
@@ -131,7 +132,7 @@ class MemoryPartition:
         device, dtype = _device_and_dtype(program)
         is_gpu = device.type == "cuda"
         rates = self.rates or measure_rates(device, dtype)
-        step = JointStep(rates, self.fuses, _FIXED_BYTES if is_gpu else 0)
+        step = JointStep(rates, self.fuses, LIBRARY_BYTES if is_gpu else 0)
         must_save = set(with_items(nodes_before_updates(program), set(program.index.nodes)))
         must_save.update(node for node in program.index.nodes if _must_be_saved(node))
         resident = self.resident_bytes
@@ -236,10 +237,6 @@ def _delay_products(backward: GraphModule, delayed: Mapping[Node, Node]) -> None
         if between is two and two not in one.users and not mutating & {one, two}:
             two.append(one)
     backward.recompile()
-
-
-#: cuBLAS workspaces of the threads of forward and backward, which are made at the first step.
-_FIXED_BYTES = 67_200_000
 
 
 def _must_be_saved(node: Node) -> bool:
@@ -352,7 +349,7 @@ class FittedGraph:
     """
 
     #: cuBLAS workspaces of the threads of forward and backward.
-    fixed_bytes = _FIXED_BYTES
+    fixed_bytes = LIBRARY_BYTES
 
     def __init__(
         self,
@@ -497,7 +494,7 @@ class FittedGraph:
             torch.cuda.reset_peak_memory_stats(device)
         if self._calls == 3:
             # What libraries allocate at the first step is part of the plan.
-            resident = torch.cuda.memory_allocated(device) - _FIXED_BYTES
+            resident = torch.cuda.memory_allocated(device) - LIBRARY_BYTES
             self.compare(torch.cuda.max_memory_allocated(device), max(resident, 0))
 
     def compare(self, measured: int, resident: int) -> None:

@@ -1,7 +1,7 @@
 """Records what a training step allocates and frees: every operator, every storage, forward and backward.
 
 Real tensors and fake ones are recorded alike: a storage is allocated when an operator returns it, and freed when torch
-frees it. What a kernel allocates and frees inside is not seen.
+frees it. What a kernel allocates and frees inside is not seen; on a GPU, what is known of it counts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partita._torch.pytrees import tensors_in
 from partita._torch.symbolic_shapes import hint_of
+from partita.memory._torch.workspaces import workspace_bytes
 from partita.program._torch.saved_tensors import flop_formula
 
 #: Dynamo does not trace this module: it watches what runs.
@@ -36,6 +37,8 @@ class Allocation:
     born: int
     #: The number of the operator after which it was freed; None if it is still allocated.
     died: int | None = None
+    #: Whether a kernel allocates it inside, and frees it before it returns.
+    is_workspace: bool = False
 
 
 @final
@@ -48,7 +51,7 @@ class Ran:
     path: str
     #: "forward", "recompute" or "backward".
     phase: str
-    #: The bytes that are allocated when it has returned, without what was never counted.
+    #: The bytes that are allocated when it returns, without what was never counted.
     allocated: int
     flops: int
     moved_bytes: int
@@ -137,13 +140,14 @@ class Recorder(TorchDispatchMode):
         allocates = [self._allocate(tensor, str(func), node, path) for tensor in made]
         works = any(allocates) or func._schema.is_mutable
         read = tensors_in((args, kwargs)) if works else []
+        inside = self._note_workspace(workspace_bytes(func, args, result), str(func), node, path)
         self.record.ran.append(
             Ran(
                 str(func),
                 node,
                 path,
                 phase,
-                self.record.allocated,
+                self.record.allocated + inside,
                 _flops(func, args, kwargs, result),
                 sum(map(_bytes_of, (*read, *made))) if works else 0,
                 "attention" in str(func),
@@ -209,6 +213,15 @@ class Recorder(TorchDispatchMode):
         record.allocated += size
         record.peak = max(record.peak, record.allocated)
         return True
+
+    def _note_workspace(self, size: int, operator: str, node: str, path: str) -> int:
+        """Counts what a kernel allocates inside as allocated until the operator has returned."""
+        if size:
+            record, number = self.record, len(self.record.ran)
+            found = Allocation(size, f"workspace of {operator}", node, path, number, number + 1, is_workspace=True)
+            record.allocations.append(found)
+            record.peak = max(record.peak, record.allocated + size)
+        return size
 
     def _rounded(self, storage: Any) -> int:
         return -(-int(hint_of(storage.nbytes())) // self._rounding) * self._rounding

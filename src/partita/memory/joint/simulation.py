@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
-import torch
-from torch import Tensor
 from torch.fx import Node
 
-from partita._torch.symbolic_shapes import hint_of
 from partita.analysis.nodes import value_of
+from partita.memory._torch.workspaces import workspace_bytes
 from partita.memory.joint.model import JointModel
 from partita.memory.joint.order import Order, backward_order, last_uses
 
@@ -212,38 +210,6 @@ class _Run:
 
 
 def _workspace(node: Node) -> int:
-    """What the kernel of an operator allocates inside on a GPU, and frees again."""
-    name = str(node.target)
-    if "attention" in name and "backward" in name:
-        return _attention_workspace(node)
-    # Joint graphs of AOTAutograd pass these arguments by place.
-    if node.target is _aten.convolution_backward.default:
-        return _convolution_workspace(node.args[2], node.args[0], node.args[1])
-    return _convolution_workspace(node.args[1], node.args[0], node) if node.target is _aten.convolution.default else 0
-
-
-def _attention_workspace(node: Node) -> int:
-    """Flash attention's backward sums in float32."""
-    made: Any = value_of(node)
-    values = made if isinstance(made, tuple | list) else (made,)
-    largest = max((one for one in values if isinstance(one, Tensor)), key=_count, default=None)
-    return 4 * _count(largest) if largest is not None and largest.device.type == "cuda" else 0
-
-
-def _convolution_workspace(weight: Any, *images: Any) -> int:
-    """cuDNN copies images that are not in channels-last order, unless the convolution is a product of matrices."""
-    filters, *values = map(value_of, (weight, *images))
-    if not all(isinstance(one, Tensor) and one.device.type == "cuda" for one in (filters, *values)):
-        return 0
-    layout = _CHANNELS_LAST.get(values[0].dim())
-    is_last = layout is not None and values[0].is_contiguous(memory_format=layout)
-    is_product = all(size == 1 for size in filters.shape[2:])
-    return 0 if is_last or is_product else sum(_count(one) * one.element_size() for one in values)
-
-
-_aten: Any = torch.ops.aten
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def _count(value: Tensor) -> int:
-    return int(hint_of(value.numel()))
+    """What the kernel of an operator allocates inside on a GPU; joint graphs pass the arguments that count by place."""
+    values = [value_of(one) if isinstance(one, Node) else one for one in node.args]
+    return workspace_bytes(node.target, values, value_of(node))
