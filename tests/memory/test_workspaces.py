@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -41,8 +41,23 @@ def test_the_backward_of_attention_sums_in_float32(fakes: FakeTensorMode) -> Non
     with fakes:
         query, key = _images((2, 4, 16, 8), (2, 4, 8, 8))
         backward = aten._scaled_dot_product_flash_attention_backward.default
-        assert workspace_bytes(backward, (), (query, key, None)) == 4 * query.numel()
+        assert workspace_bytes(backward, (), (query, key, None)) == 4 * query.numel() + 4 * 2 * 4 * 16
         assert workspace_bytes(aten._scaled_dot_product_flash_attention.default, (), (query,)) == 0
+
+
+def test_sums_over_many_rows_leave_partial_sums(fakes: FakeTensorMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    class H200(NamedTuple):
+        multi_processor_count: int = 132
+        max_threads_per_multi_processor: int = 2048
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200())
+    with fakes:
+        many, few, made, number = _images((64 * 577, 4096), (8, 4096), (4096,), ())
+        sizes = [workspace_bytes(aten.sum.dim_IntList, (one, [0]), made) for one in (many, few)]
+        # The H200 with torch 2.11 allocates these, and 512 bytes for semaphores.
+        assert sizes == [138_412_032, 0]
+        assert workspace_bytes(aten.sum.dim_IntList, (many, [1]), _images((64 * 577,))[0]) == 0
+        assert workspace_bytes(aten.sum.dim_IntList, (few, [0, 1]), number) == 0
 
 
 def test_nothing_is_known_of_other_devices_and_operators(fakes: FakeTensorMode) -> None:
