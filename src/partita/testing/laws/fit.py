@@ -188,8 +188,13 @@ def _check_plan(step: Step, plan: MemoryPlan, plain: Trained, budget: int) -> No
     words = plain.difference(found)
     if words is not None:
         raise _broken("a fitted step keeps its bits", step, plan, words)
-    if found.peak is None or found.peak > budget:
+    if found.peak is None or found.peak > budget + _small_buffers(step):
         raise _broken("a fitted step takes at most its budget", step, plan, f"measured {found.peak} > {budget}")
+
+
+def _small_buffers(step: Step) -> int:
+    """What kernels may allocate inside on a GPU that no plan counts, which is more than these small programs take."""
+    return 1 << 20 if any(one.is_cuda for one in step.state()) else 0
 
 
 def _check_less_is_less(step: Step, memory: StepMemory, plans: Sequence[MemoryPlan]) -> None:
