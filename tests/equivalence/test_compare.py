@@ -303,6 +303,15 @@ def test_an_empty_comparison_reads_well() -> None:
     assert str(Comparison((), calls=2)) == "nothing differs in 2 calls"
 
 
+def test_gradients_are_compared_whatever_the_default_device() -> None:
+    models = pair(lambda m, x: x.sin(), lambda m, x: x.detach().sin() + 0 * x)
+    x = vector().requires_grad_()
+    with torch.device("meta"):
+        found = compare(*models, (x,))
+    assert {(one.kind, one.where) for one in found.differences} == {("gradient", "input[0]")}
+    assert found.notes == ()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_random_numbers_on_the_device_are_counted() -> None:
     def drawn_on_device(_: Any, x: Tensor) -> Tensor:

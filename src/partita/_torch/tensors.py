@@ -114,8 +114,8 @@ def stored_parts(tensor: Tensor) -> dict[str, Tensor]:
     if len(quantization) > 1:
         scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
         return {"q_per_channel_scales()": scales, "q_per_channel_zero_points()": zeros}
-    scale = torch.tensor(tensor.q_scale(), dtype=torch.float64)
-    return {"q_scale()": scale, "q_zero_point()": torch.tensor(tensor.q_zero_point())}
+    scale = torch.tensor(tensor.q_scale(), dtype=torch.float64, device="cpu")
+    return {"q_scale()": scale, "q_zero_point()": torch.tensor(tensor.q_zero_point(), device="cpu")}
 
 
 def quantization_of(tensor: Tensor) -> tuple[object, ...] | None:

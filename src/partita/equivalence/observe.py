@@ -419,8 +419,8 @@ def _weights(number: int, result: Tensor) -> Tensor:
         for inner in plain_tensors(wrapper):
             inner.copy_(_weights(number, inner))
         return wrapper
-    generator = torch.Generator().manual_seed(number + 1)
-    weights = torch.rand(result.shape, generator=generator, dtype=torch.float32) + 0.5
+    generator = torch.Generator("cpu").manual_seed(number + 1)
+    weights = torch.rand(result.shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5
     return weights.to(device=result.device, dtype=result.dtype)
 
 

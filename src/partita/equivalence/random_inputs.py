@@ -31,7 +31,7 @@ def random_inputs(program: Program, *, seed: int = 0) -> tuple[tuple[Any, ...], 
     """
     if program.export is None:
         raise OptionError("only an exported program says what its inputs are; pass inputs for this one")
-    generator = Generator().manual_seed(seed)
+    generator = Generator("cpu").manual_seed(seed)
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     specs = [one.arg for one in program.export.signature.input_specs if one.kind is InputKind.USER_INPUT]
     leaves = [one.value if isinstance(one, ConstantArgument) else _value(nodes[one.name], generator) for one in specs]
@@ -49,12 +49,14 @@ def _value(node: Node, generator: Generator) -> Any:
 
 def _tensor(node: Node, traced: Tensor, generator: Generator) -> Tensor:
     sizes, dtype = [hint_of(size, _FEWEST_ROWS) for size in traced.shape], traced.dtype
+    # Where the generator is, whatever the default device.
+    source: dict[str, Any] = {"generator": generator, "device": "cpu"}
     if dtype.is_floating_point or dtype.is_complex:
-        made = torch.randn(sizes, generator=generator, dtype=torch.complex64 if dtype.is_complex else torch.float32)
+        made = torch.randn(sizes, dtype=torch.complex64 if dtype.is_complex else torch.float32, **source)
     elif dtype == torch.bool:
-        made = torch.rand(sizes, generator=generator) < 0.5
+        made = torch.rand(sizes, **source) < 0.5
     else:
-        made = torch.randint(_rows(node), sizes, generator=generator)
+        made = torch.randint(_rows(node), sizes, **source)
     return made.to(device=traced.device, dtype=dtype).requires_grad_(traced.requires_grad)
 
 

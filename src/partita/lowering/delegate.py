@@ -215,7 +215,8 @@ class _Region:
         writer.names.reserve(node.name for node in self.body.graph.nodes)
         for node in self.inputs:
             env[node] = writer.copy(node, env.__getitem__, name=node.name)
-        held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        held = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else nothing
         blob = writer.write("get_attr", "delegate", name=writer.names.fresh(f"{self.name}_delegate"))
         blob.meta["val"] = to_fake(held, shared_fake_mode([value_of(node) for node in self.inputs]))
         tensors = [env[node] for node in self.variable if isinstance(value_of(node), Tensor)]

@@ -54,8 +54,8 @@ def size_carrier(number: int | torch.SymInt, inputs: Sequence[Any] = ()) -> Tens
     """A tensor without elements whose first size is the number; a fake one beside fake `inputs`."""
     if isinstance(number, torch.SymInt):
         with mode_of([*inputs, number]):
-            return torch.empty((number, 0))
-    return torch.empty((number, 0))
+            return torch.empty((number, 0), device="cpu")
+    return torch.empty((number, 0), device="cpu")
 
 
 def mode_of(inputs: Sequence[Any]) -> Any:
