@@ -11,8 +11,13 @@ import torch
 from tests.helpers.selecting import slow_but
 from tests.lowering.helpers import plan_of
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from partita import Program, capture, verify
+from partita.backends import Inductor, inductor
+from partita.backends._torch import support
+from partita.errors import BackendError
 from partita.treatments import Lower
 
 _BACKENDS = ("aot_eager", "inductor")
@@ -166,3 +171,33 @@ def test_attention_that_drops_everything_runs_eagerly(backend: str) -> None:
 
     (reason,) = set(lowered(attend, torch.randn(2, 3, 4, requires_grad=True), backend))
     assert "drops everything" in reason
+
+
+def _body(function: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(function, (graph.placeholder("x"), *args)),))
+    return torch.fx.GraphModule({}, graph)
+
+
+@pytest.mark.parametrize("keeps_order", [False, True])
+def test_inductor_keeps_the_order_of_random_operators(monkeypatch: pytest.MonkeyPatch, *, keeps_order: bool) -> None:
+    given: list[frozenset[str]] = []
+
+    def compiled(module: Any, inputs: Any, options: dict[str, object]) -> Any:
+        given.append(frozenset(name for name, value in options.items() if value is False))
+        return module
+
+    monkeypatch.setattr(inductor, "compile_with_inductor", compiled)
+    # Before torch 2.13, Inductor moves random operators.
+    monkeypatch.setattr(support, "_KEEPS_ORDER", keeps_order)
+    for body in (_body(nn.functional.dropout), _body(torch.sin)):
+        Inductor().compile(body, (torch.ones(2, 3),))
+    kept = frozenset() if keeps_order else frozenset(("reorder_for_locality", "reorder_for_peak_memory"))
+    assert given == [kept, frozenset()]
+
+
+def test_inductor_refuses_bernoulli_on_a_gpu() -> None:
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        p = torch.ones(3, device="cuda")
+    with pytest.raises(BackendError, match=r"other random numbers for torch\.bernoulli on a GPU"):
+        Inductor().compile(_body(torch.bernoulli), (p,))

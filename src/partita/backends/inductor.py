@@ -100,9 +100,8 @@ class Inductor(_WithOptions):
 
     def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Inductor's function for the body."""
-        check_random_operators(body, inputs)
+        options = _options_for(body, inputs, self.options)
         adapted = adapt(body, inputs)
-        options = options_for_inductor(self.options)
         function = compile_with_inductor(body, adapted.inputs, options)
         return CompiledBody(function, adapted.calling(), vectors=vectors_of_inductor(options))
 
@@ -142,9 +141,9 @@ class AotInductor(_WithOptions):
 
     def compile(self, body: GraphModule, inputs: Sequence[Any]) -> Compiled:
         """The function in AOTInductor's package of the body."""
-        check_random_operators(body, inputs)
+        options = _options_for(body, inputs, self.options)
         adapted = adapt_to_tensors(body, inputs)
-        package = package_of(body, adapted.inputs, options_for_inductor(self.options))
+        package = package_of(body, adapted.inputs, options)
         return CompiledBody(function_of_package(package), adapted.calling(), stored=package, vectors=vectors())
 
     def save(self, compiled: Compiled) -> bytes:
@@ -180,6 +179,15 @@ def options_for_inductor(options: Options) -> dict[str, object]:
     known = inductor_options() if options else {}
     chosen = {name: [*value] if isinstance(known[name], list) else value for name, value in options}  # type: ignore[misc]
     return {**_EAGER_NUMERICS, **chosen}
+
+
+def _options_for(body: GraphModule, inputs: Sequence[Any], options: Options) -> dict[str, object]:
+    """The options for a body; raises where its random numbers would not be those of eager mode."""
+    found = check_random_operators(body, inputs)
+    chosen = options_for_inductor(options)
+    if found.bernoulli_on_gpu and chosen["fallback_random"]:
+        raise BackendError("it generates other random numbers for torch.bernoulli on a GPU than eager mode")
+    return {**found.options, **chosen}
 
 
 def _checked(name: str, value: object, known: Mapping[str, object]) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,25 @@ from partita.errors import BackendError
 log = logging.getLogger(__name__)
 
 
-def check_random_operators(body: GraphModule, inputs: Sequence[Any]) -> None:
+#: Whether Inductor keeps the order of random operators.
+_KEEPS_ORDER = torch.__version__ >= "2.13"
+
+
+class RandomOperators(NamedTuple):
+    """The random operators of a body, as far as Inductor treats them otherwise than eager mode."""
+
+    #: Whether there are any, or may be.
+    any: bool = False
+    #: Whether `torch.bernoulli(probabilities)` runs on a GPU: Inductor generates other numbers for it there.
+    bernoulli_on_gpu: bool = False
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Options by which Inductor keeps their order before torch 2.13."""
+        return {} if _KEEPS_ORDER or not self.any else {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+
+
+def check_random_operators(body: GraphModule, inputs: Sequence[Any]) -> RandomOperators:
     """Raises where a trace of `body` would place random numbers otherwise than eager mode, or lose dropout.
 
     Functionalization (torch 2.13) makes `x.bernoulli_()` a new tensor that is filled and then copied. Where `x` is not
@@ -30,8 +48,8 @@ def check_random_operators(body: GraphModule, inputs: Sequence[Any]) -> None:
     from torch._dispatch.python import enable_python_dispatcher
 
     if not _may_use_rng(body):
-        return
-    mode, order = mode_of(inputs), _RandomOrderCheck()  # type: ignore[no-untyped-call]
+        return RandomOperators()
+    mode, order = mode_of(inputs), _RandomOrderCheck()
     own = [value.detach() if isinstance(value, Tensor) else value for value in inputs]
     try:
         with (
@@ -47,6 +65,7 @@ def check_random_operators(body: GraphModule, inputs: Sequence[Any]) -> None:
         raise
     except Exception as error:
         log.debug("the random operators of a body cannot be checked: %s", error)
+    return RandomOperators(any=True, bernoulli_on_gpu=order.has_bernoulli_on_gpu)
 
 
 def is_random(target: Any) -> bool:
@@ -67,6 +86,10 @@ class _RandomOrderCheck(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_bernoulli_on_gpu = False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -76,6 +99,8 @@ class _RandomOrderCheck(TorchDispatchMode):
             for value in (*args, *named.values()):
                 if isinstance(value, Tensor) and not value.is_contiguous():
                     raise BackendError(f"it generates random numbers for a tensor that is not contiguous, and {reason}")
+        if func is torch.ops.aten.bernoulli.default and args[0].device.type != "cpu":
+            self.has_bernoulli_on_gpu = True
         if func is torch.ops.aten.native_dropout.default and drops_all(args[1]):
             raise BackendError("it drops everything, for which a trace generates random numbers and eager mode none")
         return func(*args, **named)
