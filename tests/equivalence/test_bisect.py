@@ -252,7 +252,7 @@ def test_parts_put_modes_back_as_the_plan_does() -> None:
 def test_a_plan_that_differs_in_nothing() -> None:
     found = partita.bisect(partita.plan(_chain(), BySize(parts=4), Call()), (X,))
     assert (found.blame, found.regions, found.runs) == ("nothing", (), 1)
-    assert str(found).startswith("nothing differs")
+    assert str(found).startswith("nothing differs (1 run)")
     with pytest.raises(OptionError, match="no single region"):
         found.reproduce("nowhere")
 

@@ -92,11 +92,12 @@ class Bisection(metaclass=PlainHelp):
         return f"Bisection({self._found()})"
 
     def _found(self) -> str:
-        runs = f"found in {self.runs} run{'' if self.runs == 1 else 's'}"
+        count = f"{self.runs} run{'' if self.runs == 1 else 's'}"
+        runs = f"found in {count}"
         names = ", ".join(repr(region.name) for region in self.regions)
         match self.blame:
             case "nothing":
-                return f"nothing differs ({self.runs} runs)"
+                return f"nothing differs ({count})"
             case "program":
                 return f"the program differs from itself when it is called twice, so no region is to blame ({runs})"
             case "combination":

@@ -1,4 +1,4 @@
-"""Trials of one segment: its forward and backward on fake tensors, to see what each way to run it allocates."""
+"""Trials of one segment: its forward and backward on fake tensors predict what each way to run it allocates."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class ByCapability(metaclass=PlainHelp):
     device if `devices_apart` is True, and nodes for which the function `apart` returns the same.
 
     `switch_cost`, a number of bytes or a function of a region that returns it, is what a call of a region costs: one
-    that computes fewer bytes of results goes to the next capability that accepts all of it, and else to the caller.
+    that computes fewer bytes of results goes to the next capability that accepts all of it, or is excluded.
     """
 
     capabilities: Capability | tuple[Capability, ...]
@@ -367,7 +367,7 @@ class Switching:
                 reason = self._why_not_worth_it(Region(self._checks[position].name, tuple(nodes)), operators)
                 if reason is None:
                     continue
-                later = self._later_taker(operators, position)
+                later = self._next_accepting(operators, position)
                 if later is None:
                     reasons.update(dict.fromkeys(nodes, reason))
                     kind = REFUSED
@@ -395,7 +395,7 @@ class Switching:
         why = f"its region computes {computed} bytes, and a switch to {region.name} costs {cost}"
         return Reason(why, kind="not worthwhile", why=why)
 
-    def _later_taker(self, nodes: Sequence[Node], position: int) -> int | None:
+    def _next_accepting(self, nodes: Sequence[Node], position: int) -> int | None:
         """The next capability that accepts all of the nodes."""
         later = range(position + 1, len(self._checks))
         accepts = (at for at in later if all(self._checks[at].refusal(node) is None for node in nodes))

@@ -1,4 +1,4 @@
-"""What libraries allocate on a GPU beside the results of operators: inside of kernels, and once for all of them."""
+"""Workspaces: what kernels allocate inside on a GPU, and libraries once; part of the predicted peak of a step."""
 
 from __future__ import annotations
 
