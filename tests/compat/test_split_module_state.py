@@ -40,6 +40,25 @@ def test_buffers_that_are_not_saved_stay_so(cut: Cut) -> None:
     assert "shift" in result.state_dict()
 
 
+class Namesakes(nn.Module):
+    """Reads buffers that are called like its arguments; torch.export reads them before it names the arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for place, name in enumerate(("x", "x_1", "y")):
+            self.register_buffer(name, torch.full((4,), place + 2.0))
+
+    def forward(self, x: Tensor, y: Tensor, x_1: Tensor) -> Tensor:
+        return (x.sin() * self.x + y * self.y).cos() - x_1 * self.x_1
+
+
+@pytest.mark.parametrize("step", [1, 2, 100])
+def test_an_argument_may_be_called_like_a_buffer_that_is_read_before_it(cut: Cut, step: int) -> None:
+    args = tuple(torch.randn(3, 4).unbind())
+    module = exported(Namesakes(), *args)
+    assert torch.equal(cut(module, every(step))(*args), Namesakes()(*args))
+
+
 class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -243,6 +243,11 @@ def _place_state(
             place(base, path, attribute_of(root, node), persistent=is_persistent(root, path))
 
 
+def _argument_of(node: Node) -> str | None:
+    """What the generated code calls the argument that a placeholder stands for; None for other nodes."""
+    return str(node.target).lstrip("*") if node.op == "placeholder" else None
+
+
 def _is_reordered(partition: Partition, numbers: Sequence[Sequence[int]], order: Sequence[int]) -> bool:
     last = -1
     nodes, scalars = partition.program.index.nodes, partition.program.symbolic_scalars
@@ -270,6 +275,8 @@ class OuterGraph:
         self.env: dict[Node, Any] = dict.fromkeys(self.program.modes.read)
         self.loose: dict[Item | Dimension | Constant, Node] = {}
         self.names = tuple(names)
+        #: The arguments of the generated code, while their placeholders are written.
+        self._arguments: set[str | None] = set()
         #: The numbers that are passed to regions, by the attributes that hold them.
         self.constants: dict[str, Tensor] = {}
         export = self.program.export
@@ -301,10 +308,13 @@ class OuterGraph:
         """The placeholders, with the reads of attributes if the style wants them first, and sizes of inputs."""
         if self.style.keeps_outer_names:
             self.writer.names.reserve(self._kept_names())
-        ops = ("placeholder", "get_attr") if self.style.attributes_first else ("placeholder",)
-        for node in self.nodes:
-            if node.op in ops:
+        placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        if self.style.attributes_first:
+            self._arguments.update(map(_argument_of, placeholders))
+        for node in self.nodes if self.style.attributes_first else placeholders:
+            if node.op in ("placeholder", "get_attr"):
                 self._write_alone(node)
+        self._arguments.clear()
         # Sizes are read before a mutation can change the shape of an input.
         for border in self.partition.borders.of_regions:
             for crossing in border.inputs:
@@ -375,7 +385,11 @@ class OuterGraph:
         if self.style.keeps_outer_names:
             return node.name
         keeps = self.style.body.keeps_node_names and node.op == "placeholder"
-        return self.writer.names.fresh(node.name) if keeps else self.writer.names.fresh_for(node.target)
+        name = self.writer.names.fresh(node.name) if keeps else self.writer.names.fresh_for(node.target)
+        # What comes before the placeholder of an argument must not assign to it. (In torch's split_module it does.)
+        while name in self._arguments and name != _argument_of(node):
+            name = self.writer.names.fresh(name)
+        return name
 
     def _crossing(self, crossing: Crossing) -> Any:
         """The value in the outer graph of something that crosses; items and sizes are read when first needed."""
