@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from partita import Program, capture, inline, plan
 from partita.errors import ArchiveError, OptionError, UntrustedArchiveError
-from partita.policies import ByModule
+from partita.policies import ByModule, BySize
 from partita.program.archives import inspect_archive, load_exported
 from partita.program.archives._torch.symbols import stays_small
 from partita.treatments import Call, Recompute
@@ -33,6 +33,22 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("archives") / "small.pt2"
     torch.export.save(torch.export.export(Small(), (X,)), path)
     return path
+
+
+@pytest.mark.parametrize("given", [2.5, None, "text"])
+def test_an_argument_that_is_no_tensor_may_be_called_like_a_function_of_python(given: Any, tmp_path: Path) -> None:
+    class Filled(nn.Module):
+        def forward(self, input: Any, x: Tensor, max: Any = 1.0) -> Tensor:
+            return x * max + 1
+
+    program = plan(capture(Filled(), (given, X), {"max": 3.0}), BySize(parts=2), Call()).apply()
+    program.save(tmp_path / "ours.pt2")
+    torch.export.save(program.exported(), tmp_path / "theirs.pt2")
+    for path in (tmp_path / "ours.pt2", tmp_path / "theirs.pt2"):
+        loaded = Program.of(path)
+        assert torch.equal(loaded.module()(given, X, max=3.0), X * 3.0 + 1)
+        loaded.save(tmp_path / "again.pt2")
+        assert torch.equal(Program.of(tmp_path / "again.pt2").module()(given, X, max=3.0), X * 3.0 + 1)
 
 
 def value(name: str) -> Any:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -15,7 +16,7 @@ from torch._export import verifier
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export import graph_signature as signatures
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils import _pytree as pytree
 
@@ -89,6 +90,7 @@ class SavedProgram:
         reader = GraphReader(symbols, operators)
         root, graph = reader.read(data["graph"], names)
         self.operators = reader.met
+        _follow_constants(inputs, names, graph)
         for spec in inputs:  # A body is a module with its own attributes.
             if spec.target is not None and spec.target.partition(".")[0] in reader.bodies:
                 data["signature"].refuse(f"{spec.target[:100]!r} is no path of a parameter: the graph has such a body")
@@ -183,6 +185,13 @@ def _input_spec(data: Data) -> InputSpec:
     target = content[f"{kind}_name"].state_path()
     persistent = content["persistent"].boolean() if kind == "buffer" else None
     return InputSpec(_STATE_INPUTS[kind], TensorArgument(name), target, persistent)
+
+
+def _follow_constants(inputs: list[InputSpec], places: Collection[int], graph: Graph) -> None:
+    """Names constant inputs as the graph does: no node is called like a function of Python, as an argument may be."""
+    for place, node in enumerate(graph.find_nodes(op="placeholder")):
+        if place in places:
+            inputs[place].arg = replace(inputs[place].arg, name=node.name)
 
 
 def _check_leaves(call: ModuleCallSignature, inputs: list[InputSpec], outputs: list[OutputSpec], data: Data) -> None:
