@@ -149,7 +149,10 @@ REFUSED: dict[str, tuple[Node, str]] = {
         call("unsafe_split", "x", 2),
         "its results share memory, which a trace does not see",
     ),
+    "other memory": (call(aten.set_.source_Tensor, "x", "x"), "its results share memory, which a trace does not see"),
     "shape in place": (call("t_", "x"), "reshapes a tensor in place"),
+    "size in place": (call("resize_", "x", (2, 2)), "reshapes a tensor in place"),
+    "size in place by an operator": (call(aten.resize_as_.default, "x", "x"), "reshapes a tensor in place"),
     "shape in place by an operator": (call(aten.unsqueeze_.default, "x", 0), "reshapes a tensor in place"),
     "graph that prints": (call(_body(lambda x: _printed(x)), "x"), "in its body: side effect"),
 }

@@ -191,6 +191,41 @@ def test_a_view_whose_shape_was_changed_in_place_has_the_new_one(
     assert not plan.failures
 
 
+def given_other_memory(x: Tensor) -> list[Tensor]:
+    made, other = x * 2, x * 3
+    made.set_(other)
+    return [made, other]
+
+
+def shrunk(x: Tensor) -> list[Tensor]:
+    made = x * 2
+    view = made.view(-1)
+    made.resize_as_(x[:2])
+    return [made.add_(1), view]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("function", [given_other_memory, shrunk])
+def test_tensors_that_share_memory_by_another_way_than_views_share_it_still(
+    function: Callable[[Tensor], Any], is_captured: bool, backend: str
+) -> None:
+    x = torch.arange(24.0).reshape(4, 6)
+    program = capture(function, (x,)) if is_captured else Program.of(symbolic_trace(function))
+    lowered_plan = plan_of(program, Lower(backend))
+    verify(program, lowered_plan.apply(), (x,))
+    made, other = lowered_plan.apply().module()(x)
+    made.fill_(7)
+    assert other.flatten()[: made.numel()].tolist() == [7] * made.numel()
+
+
+def test_a_region_that_gives_a_tensor_other_memory_runs_eagerly() -> None:
+    plan = plan_of(given_other_memory, Lower("eager"))
+    plan.apply().module()(torch.ones(3))
+    (failure,) = plan.failures
+    assert failure.reason == "'set_' gives a tensor other memory, which compiled code would not do"
+
+
 def test_a_view_whose_shape_was_changed_by_an_open_size_has_the_new_one() -> None:
     module = plan_of(turned, Lower("eager", dynamic=True)).apply().module()
     for rows in (4, 5):

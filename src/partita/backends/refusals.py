@@ -205,9 +205,9 @@ def _name_called(node: Node) -> str:
 #: What functionalization (torch 2.13) loses: aliasing that schemas do not declare, and in-place reshapes. What its
 #: decompositions get wrong.
 _HIDDEN = {
-    **dict.fromkeys(("unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"), SHARES_MEMORY),
+    **dict.fromkeys(("set_", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"), SHARES_MEMORY),
     **dict.fromkeys(("as_strided_", "squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_"), RESHAPES),
-    "unsqueeze_": RESHAPES,
+    **dict.fromkeys(("resize_", "resize_as_", "unsqueeze_"), RESHAPES),
     **dict.fromkeys(MISCOMPUTED, MULTILABEL),
 }
 

@@ -109,6 +109,8 @@ def dry_run(
         return None
     if run.switched_gradients:
         raise ModeError("a module in it leaves gradients switched, which compiled code would not do")
+    if run.moves is not None:
+        raise BackendError(f"{run.moves!r} gives a tensor other memory, which compiled code would not do")
     analysis = _OutputAnalysis(body, inputs, run, effects, mutated_later)
     if not has_gradients:
         analysis.check_that_gradients_are_off()

@@ -34,6 +34,8 @@ class BodyRun(NamedTuple):
     reshaped: frozenset[int] = frozenset()
     #: The names of nodes that mutate a tensor whose strides their form that does not mutate would not keep.
     loses_strides: frozenset[str] = frozenset()
+    #: The name of the first node that gives a tensor other memory: `v.set_(w)`.
+    moves: str | None = None
 
     def has_changed(self, node: Node) -> bool:
         """Whether a list or dict among the results of the node was mutated since."""
@@ -64,7 +66,7 @@ def run_on_fakes(body: GraphModule, inputs: Sequence[Any], mode: Any, effects: M
         interpreter.run(*inputs)
         left = torch.is_grad_enabled()
     reshaped, loses_strides = frozenset(interpreter.reshaped), frozenset(interpreter.loses_strides)
-    return BodyRun(interpreter.env, interpreter.fresh, found is not left, reshaped, loses_strides)
+    return BodyRun(interpreter.env, interpreter.fresh, found is not left, reshaped, loses_strides, interpreter.moves)
 
 
 class _RecordingInterpreter(Interpreter):
@@ -76,13 +78,14 @@ class _RecordingInterpreter(Interpreter):
         self.fresh: dict[Node, list[tuple[tuple[Any, ...], Any]]] = {}
         self.reshaped: set[int] = set()
         self.loses_strides: set[str] = set()
+        self.moves: str | None = None
 
     def run_node(self, n: Node) -> Any:
         if isinstance(n.target, HigherOrderOperator):
             self._check_bodies(n)
         self._check_numbers(n)
         arguments = [leaf for read in n.all_input_nodes for _, leaf in read_leaves(self.env[read])]
-        before = list(map(_layout, arguments))
+        before, memory = list(map(_layout, arguments)), list(map(_memory, arguments))
         self._check_mutated(n)
         if self._loses_strides(n):
             self.loses_strides.add(n.name)
@@ -94,6 +97,8 @@ class _RecordingInterpreter(Interpreter):
             raise InvalidCallError(f"{n.name!r} raises {type(error).__name__}: {error}") from error
         self.fresh[n] = list(read_leaves(result))
         self.reshaped.update(id(leaf) for leaf, then in zip(arguments, before, strict=True) if _layout(leaf) != then)
+        if self.moves is None and list(map(_memory, arguments)) != memory:
+            self.moves = n.name
         return result
 
     def _check_bodies(self, node: Node) -> None:
@@ -305,6 +310,10 @@ def _order_of_axes(tensor: Tensor) -> list[int]:
     axes = [axis for axis, size in enumerate(tensor.shape) if size != 1]
     strides = tensor.stride()
     return sorted(axes, key=lambda axis: strides[axis], reverse=True)
+
+
+def _memory(value: Any) -> int | None:
+    return storage_key(value) if isinstance(value, Tensor) else None
 
 
 def _layout(value: Any) -> object:
