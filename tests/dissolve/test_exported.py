@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from partita import Program, capture, dissolve, verify
-from partita.errors import ModeError
+from partita.errors import ModeError, SignatureError
 
 X = torch.randn(3, 4)
 
@@ -134,3 +134,30 @@ def test_a_write_into_a_value_with_gradients_past_autograd_is_refused(model: nn.
 def test_casts_that_nobody_can_see_are_refused() -> None:
     with pytest.raises(ModeError, match="'bilinear' calls"):
         capture(BilinearUnderAutocast(), (X,)).exported().run_decompositions()
+
+
+class Shared(nn.Module):
+    """One batch norm under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.BatchNorm1d(4)
+        self.second = self.first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).sin())
+
+
+def write_into_a_row(x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    row.add_(1)
+    return x.sin()
+
+
+def test_a_program_that_mutates_what_has_two_names_is_refused() -> None:
+    for model, args, name in ((Shared(), (X,), "first.running_mean"), (write_into_a_row, (X, X[0]), "row")):
+        program = capture(model, args)
+        with pytest.raises(SignatureError, match=f"share memory: .*'{name}'"):
+            program.decomposed()
+        with pytest.raises(SignatureError, match="share memory"):
+            program.exported().run_decompositions()
+    assert capture(Shared().eval(), (X,)).decomposed().module()(X).shape == X.shape

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.export import ExportedProgram, default_decompositions
 from torch.fx import Graph, GraphModule, Node
 
@@ -16,12 +17,12 @@ from partita._torch.fx.lazy_graph_module import generate_code
 from partita._torch.gc_pause import gc_paused
 from partita._torch.modes import fresh_modes
 from partita._torch.nn_modules import StandsForBody
-from partita._torch.operator_schemas import is_higher_order, mutated_nodes, viewed_node
+from partita._torch.operator_schemas import is_higher_order, mutated_nodes, storage_key, viewed_node
 from partita.analysis.modes import Mode
 from partita.analysis.nodes import bodies_read, find, value_of
 from partita.dissolve.autocast import dissolve_autocast
 from partita.dissolve.grad import dissolve_grad, records_gradients
-from partita.errors import ModeError, OptionError
+from partita.errors import ModeError, OptionError, SignatureError
 from partita.program._torch.guards import guards_of, set_guards
 from partita.program.exported import ExportRecord
 from partita.program.program import Program
@@ -191,7 +192,11 @@ def decomposed_program(
     with fresh_modes(grad=True):  # Under autocast, torch would write the casts of this moment into the program.
         plain = dissolve(program)
         _check_mutations(plain.graph)
-        decomposed: ExportedProgram = run_decompositions(plain.exported(), table, decompose_custom_triton_ops)
+        try:
+            decomposed: ExportedProgram = run_decompositions(plain.exported(), table, decompose_custom_triton_ops)
+        except (AssertionError, RuntimeError) as error:
+            _explain(error, plain)
+            raise
         # torch collects guards while it traces, and so loses those of a program that was loaded.
         set_guards(decomposed, dict.fromkeys((*guards, *guards_of(decomposed))))
         # It keeps its meaning when it is decomposed again, as some backends do.
@@ -211,6 +216,25 @@ def _record(program: Program) -> ExportRecord:
             "exported program, for example with partita.capture(model, args)"
         )
     return program.export
+
+
+def _explain(error: Exception, program: Program) -> None:
+    """Raises an error that says why torch could not decompose a program whose inputs share memory and are mutated."""
+    specs, mutated = _record(program).signature.input_specs, set[int]()
+    held: dict[int, list[str]] = {}
+    for node, spec in zip(program.graph.find_nodes(op="placeholder"), specs, strict=True):
+        value = value_of(node)
+        if isinstance(value, Tensor):
+            held.setdefault(storage_key(value), []).append(repr(spec.target or node.name))
+            if program.index.number[node] in program.effects.mutated_inputs:
+                mutated.add(storage_key(value))
+    shared = max((held[memory] for memory in mutated), key=len, default=[])
+    if len(shared) > 1:
+        raise SignatureError(
+            f"torch {torch.__version__} cannot decompose a program that mutates inputs of which some share memory: "
+            f"{', '.join(shared[:5])}. Hold a tensor under one name, and capture the model with arguments that "
+            "share no memory"
+        ) from error
 
 
 def _check_mutations(graph: Graph) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zipfile
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,10 @@ def test_what_torch_cannot_save_is_refused_in_one_line(tmp_path: Path, monkeypat
     monkeypatch.setattr(torch.export, "save", fail)
     with pytest.raises(ArchiveError, match=r"torch .* cannot save the program: TypeError: a reason$"):
         Program.of(torch.export.export(nn.Linear(4, 4), (X,))).save(tmp_path / "m.pt2")
+
+
+def test_a_container_without_a_name_for_files_is_refused_with_torchs_advice(tmp_path: Path) -> None:
+    pair = namedtuple("pair", "left right")
+    program = partita.capture(lambda x: pair(x.sin(), x), (X,))
+    with pytest.raises(ArchiveError, match="cannot save the program: Can't serialize TreeSpec of namedtuple class"):
+        program.save(tmp_path / "m.pt2")

@@ -40,7 +40,8 @@ def save_exported(
         try:
             torch.export.save(exported, path, extra_files=None if extra_files is None else dict(extra_files))
         except (AssertionError, RuntimeError) as error:
-            if not isinstance(error, AssertionError) and type(error).__name__ != "SerializeError":
+            is_about_program = isinstance(error, AssertionError | NotImplementedError)
+            if not is_about_program and type(error).__name__ != "SerializeError":
                 raise  # It is not about the program: a folder that is not there, a full disk.
             last = [line for line in str(error).splitlines() if line.strip()][-1:] or ["no more is known"]
             raise ArchiveError(f"torch {torch.__version__} cannot save the program: {last[0].strip()[:300]}") from error
