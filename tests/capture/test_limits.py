@@ -500,3 +500,26 @@ def test_a_module_among_the_arguments_is_refused() -> None:
 
     with pytest.raises(CaptureError, match=r"one of its arguments is a module, ReLU; make it an attribute"):
         capture(Applies(), (X, nn.ReLU()))
+
+
+class Called(nn.Module):
+    """A model whose only state is called like this."""
+
+    def __init__(self, name: str, state: nn.Module | nn.Parameter | Tensor) -> None:
+        super().__init__()
+        self.name = name
+        self.register_buffer(name, state) if type(state) is Tensor else setattr(self, name, state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = getattr(self, self.name)
+        return state(x) if isinstance(state, nn.Module) else x * state
+
+
+@pytest.mark.parametrize("state", [nn.Linear(4, 4), nn.Parameter(torch.ones(4)), torch.ones(4)])
+@pytest.mark.parametrize("name", ["graph", "code", "meta", "_in_spec"])
+def test_state_that_no_graph_module_could_hold_is_refused_by_name(name: str, state: Any) -> None:
+    model = Called(name, state)
+    with pytest.raises(CaptureError, match=f"it holds '{name}.*rename it, or capture a module that has the model"):
+        capture(model, (X,))
+    inner = nn.Sequential(model)
+    assert torch.equal(capture(inner, (X,)).module()(X), model(X))

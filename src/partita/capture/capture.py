@@ -23,6 +23,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from partita._torch.fx.graph_writer import attributes_of_graph_modules
 from partita._torch.fx.lazy_graph_module import TRAINING
 from partita._torch.modes import fresh_modes
 from partita._torch.pytrees import leaves_of, tensors_in
@@ -89,8 +90,7 @@ def capture(
         raise
     except Exception as error:
         raise CaptureError(f"{name_of(model)} cannot be captured: {_reason(error)}") from error
-    if is_only_traced((*exported.constants.values(), *exported.state_dict.values())):
-        raise CaptureError(f"{name_of(model)} cannot be captured: {_gradient_transform_reason()}")
+    _check_state(exported, name_of(model))
     # Torch's verifier accepts no toggles, so the export has operators for the blocks; a captured program has toggles.
     exported.graph_module.meta[TRAINING] = _training_flag(module)
     program = inline(Program.of(exported))
@@ -105,6 +105,20 @@ def _check_arguments(arguments: Any) -> None:
         raise CaptureError(
             f"one of its arguments is a module, {type(module).__name__}; make it an attribute of the model, or capture "
             "a module that has both as attributes"
+        )
+
+
+def _check_state(exported: ExportedProgram, model: str) -> None:
+    """Raises for tensors that exist in the trace alone, and for names of which the module of the program has others."""
+    if is_only_traced((*exported.constants.values(), *exported.state_dict.values())):
+        raise CaptureError(f"{model} cannot be captured: {_gradient_transform_reason()}")
+    taken = attributes_of_graph_modules()
+    paths = [spec.target for spec in exported.graph_signature.input_specs if spec.target is not None]
+    path = next((path for path in paths if path.partition(".")[0] in taken), None)
+    if path is not None:
+        raise CaptureError(
+            f"{model} cannot be captured: it holds {path!r}, and {path.partition('.')[0]!r} is an attribute that graph "
+            "modules have themselves; rename it, or capture a module that has the model as an attribute"
         )
 
 

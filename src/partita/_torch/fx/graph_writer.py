@@ -8,12 +8,13 @@ import operator
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 from unicodedata import normalize
 
 import torch
-from torch.fx import Graph, Node
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.immutable_collections import immutable_dict
 from torch.fx.node import map_arg
 
@@ -176,6 +177,12 @@ _FAST = _has_fast_route()
 
 #: Attributes that `ExportedProgram.module` adds to the module that it makes.
 ADDED_BY_EXPORT = frozenset(("_guards_fn", "_in_spec", "_out_spec", "validate_inputs"))
+
+
+@cache
+def attributes_of_graph_modules() -> frozenset[str]:
+    """The attributes of graph modules, also of those that torch.export makes: no parameter, buffer or module is one."""
+    return ADDED_BY_EXPORT.union(dir(GraphModule(nn.Module(), Graph())))
 
 
 def identifier(text: str) -> str:

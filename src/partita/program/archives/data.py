@@ -11,9 +11,8 @@ from typing import Any, NoReturn, Self, final
 from unicodedata import normalize
 
 from torch import nn
-from torch.fx import Graph, GraphModule
 
-from partita._torch.fx.graph_writer import ADDED_BY_EXPORT
+from partita._torch.fx.graph_writer import attributes_of_graph_modules
 
 #: Far more values than a graph of a hundred thousand nodes has; each takes up to a hundred bytes of memory.
 MOST_VALUES = 20_000_000
@@ -228,6 +227,5 @@ _PART = re.compile(r"(?!__|/)[\w \-+/:@<>=]{1,500}")
 #: Names with a meaning in the code that torch.fx generates.
 _OF_GENERATED_CODE = ("self", "torch", "math", "_operator", "builtins", "pytree", "_pytree", "fx_pytree", "__debug__")
 _OF_MODULES = frozenset(dir(nn.Module()))
-#: Attributes of graph modules, also of those that torch.export makes.
-_ATTRIBUTES = ADDED_BY_EXPORT.union(dir(GraphModule(nn.Module(), Graph())))
+_ATTRIBUTES = attributes_of_graph_modules()
 _PLAIN = re.compile(r"[^'\"\\{}]*")
