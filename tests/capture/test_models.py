@@ -116,6 +116,13 @@ def _half(model: Model, x: Tensor) -> Tensor:
     return torch.dropout(model.second(x).relu(), 0.5, train=True) * scale
 
 
+def test_modules_of_a_function_may_be_called_like_attributes_of_modules() -> None:
+    function, graph, training = (nn.Linear(4, 4) for _ in range(3))
+    for call in (lambda x: graph(function(x)) * training(x), partial(function), partial(graph, input=X)):
+        args = () if isinstance(call, partial) and call.keywords else (X,)
+        assert torch.equal(capture(call, args).module()(*args), call(*args))
+
+
 KEPT = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
 
 

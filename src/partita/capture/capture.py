@@ -381,10 +381,10 @@ class FunctionModule(nn.Module):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
+        self.function = function  # First, so that no module gets that name.
         for name, module in _modules_used(function):
             if all(module is not known for known in self.modules()):
                 self.add_module(_free_name(self, name), module)
-        self.function = function
         # On the instance, so that inspecting the signature of forward gives that of the function.
         self.forward = function if inspect.isroutine(function) else _routine(function)
 
@@ -461,6 +461,6 @@ def _global_names(code: CodeType) -> Iterator[str]:
 
 
 def _free_name(module: nn.Module, name: str) -> str:
-    while hasattr(module, name):
+    while hasattr(module, name) or name in attributes_of_graph_modules():
         name = f"{name}_"
     return name
