@@ -287,11 +287,33 @@ class _Hooks:
         if at in self._hooked:
             return True
         function = self._function()
-        leaf = None if function is None else getattr(function.next_functions[at][0], "variable", None)
-        tensors = [leaf, *(held() for held in self._inputs.get(at, ()))]
-        return any(
-            tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in tensors if tensor is not None
-        )
+        tensors = [held() for held in self._inputs.get(at, ())]
+        if any(tensor is not None and _has_hooks(tensor) for tensor in tensors):
+            return True
+        return function is not None and leads_to_hook(function.next_functions[at][0])
+
+
+def leads_to_hook(function: Any) -> bool:
+    """Whether a gradient of nothing for this function would reach a hook on a leaf.
+
+    Functions of torch pass it on. Compiled ones do not, so that what is before them does not count.
+    """
+    seen, waiting = {function}, [function]
+    while waiting:
+        one = waiting.pop()
+        leaf = getattr(one, "variable", None)
+        if leaf is not None and _has_hooks(leaf):
+            return True
+        if one is None or one.name() == "CompiledFunctionBackward":
+            continue
+        new = [before for before, _ in one.next_functions if before not in seen]
+        seen.update(new)
+        waiting += new
+    return False
+
+
+def _has_hooks(tensor: Tensor) -> bool:
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def is_leaf(value: Tensor) -> bool | None:

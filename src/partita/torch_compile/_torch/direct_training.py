@@ -20,6 +20,7 @@ from partita._torch.functorch import count_levels
 from partita._torch.second_backward import refuse_backward_of
 from partita.torch_compile._torch.backends import without_disabling
 from partita.torch_compile._torch.direct_calls import Boxed, compiled_graph, inside_wrappers
+from partita.torch_compile._torch.unused_gradients import HookedInputs, without_unused_gradients
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ def trained_directly(function: Function, *, input_count: int) -> TrainedFunction
     if isinstance(layout, str):
         log.debug("a piece that trains is called with the wrappers of AOTAutograd: %s", layout)
         return None
+    if len(layout.expected) == 1:
+        function = without_unused_gradients(function, layout.links())
     return TrainedFunction(function, wrapped, layout)
 
 
@@ -101,6 +104,11 @@ class Layout:
     non_differentiable: tuple[int, ...]
     #: Of the gradients that the backward gets.
     expected: tuple[Expected, ...]
+
+    def links(self) -> tuple[frozenset[int], ...]:
+        """The places of the inputs that each result depends on, if one has a gradient."""
+        (only,) = self.expected
+        return tuple(self.requiring if place == only.place else frozenset() for place in range(self.results.stop))
 
 
 @final
@@ -185,7 +193,7 @@ def _direct(function: Function, wrapped: Any, layout: Layout) -> Function:
         nonlocal apply
         if apply is None:
             outputs = function(*args)
-            apply = _applied(wrapped, layout)
+            apply = _applied(wrapped, layout, HookedInputs.of(args, layout.requiring))
             return outputs
         if count_levels() or not is_recording():
             return function(*args)
@@ -194,9 +202,12 @@ def _direct(function: Function, wrapped: Any, layout: Layout) -> Function:
     return call
 
 
-def _applied(wrapped: Any, layout: Layout) -> Function:
+def _applied(wrapped: Any, layout: Layout, hooked: HookedInputs) -> Function:
     """What is called to run the compiled forward and to record its backward."""
-    methods = {"forward": staticmethod(_forward(wrapped, layout)), "backward": staticmethod(_backward(wrapped, layout))}
+    methods = {
+        "forward": staticmethod(_forward(wrapped, layout, hooked)),
+        "backward": staticmethod(_backward(wrapped, layout, hooked)),
+    }
     # torch shows the name of an autograd function.
     derived = type(wrapped.__name__, (wrapped,), methods)
     # The method of torch.autograd.Function looks at every argument once more, for what torch.func leaves behind.
@@ -204,7 +215,7 @@ def _applied(wrapped: Any, layout: Layout) -> Function:
     return apply
 
 
-def _forward(wrapped: Any, layout: Layout) -> Callable[..., Any]:
+def _forward(wrapped: Any, layout: Layout, hooked: HookedInputs) -> Callable[..., Any]:
     run = code_of(wrapped.compiled_fw)
     assert run is not None
     is_in_autocast, without_autocast = torch._C._is_any_autocast_enabled, torch._C._DisableAutocast
@@ -223,6 +234,7 @@ def _forward(wrapped: Any, layout: Layout) -> Callable[..., Any]:
         ctx.symints, ctx.opaque_objects, ctx._tensors_no_vc_check = outputs[numbers], (), ()
         if is_alone:
             ctx.set_materialize_grads(False)
+            ctx.held = hooked.hold(args)
         found = list(outputs[results])
         for place in layout.unsafe_views:
             found[place] = unsafe_view(found[place])
@@ -240,10 +252,10 @@ def unsafe_view(value: Tensor) -> Tensor:
     return made
 
 
-def _backward(wrapped: Any, layout: Layout) -> Callable[..., Any]:
+def _backward(wrapped: Any, layout: Layout, hooked: HookedInputs) -> Callable[..., Any]:
     inherited, is_boxed = wrapped.backward, getattr(wrapped, "boxed_grads_call", False)
     is_unusual = is_unusual_backward()
-    is_alone, nothing = len(layout.expected) == 1, (None,) * layout.input_count
+    is_alone = len(layout.expected) == 1
     run: Boxed | None = None
 
     def backward(ctx: Any, *received: Any) -> Any:
@@ -251,7 +263,7 @@ def _backward(wrapped: Any, layout: Layout) -> Callable[..., Any]:
         gradients: Any = received[0] if is_boxed else received
         used = [gradients[one.place] for one in layout.expected]
         if is_alone and used[0] is None:
-            return nothing  # As in eager mode.
+            return hooked.gradients_of_nothing(ctx, ctx.held)
         if run is None or is_unusual() or not all(map(Expected.accepts, layout.expected, used)):
             computed = inherited(ctx, *received)
             run = code_of(wrapped.compiled_bw)

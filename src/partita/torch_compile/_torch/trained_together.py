@@ -29,6 +29,7 @@ from partita.torch_compile._torch.direct_training import (
     is_unusual_backward,
     unsafe_view,
 )
+from partita.torch_compile._torch.unused_gradients import HookedInputs
 
 
 @final
@@ -61,7 +62,7 @@ def recorded_together(calls: Sequence[RegionCall], *, input_count: int, returned
         nonlocal apply
         if apply is None:
             outputs = run.call_each(*args)
-            apply = direct.call_each if any(map(_frees_gradient, args)) else _applied(run)
+            apply = direct.call_each if any(map(_frees_gradient, args)) else _applied(run, args)
             return outputs
         if count_levels() or not is_recording():
             return run.call_each(*args)
@@ -109,6 +110,13 @@ class _Run:
         pairs = zip(self.calls, self.results(), strict=True)
         return [results[call.trained.layout.expected[0].place] for call, results in pairs]
 
+    def requiring(self) -> frozenset[int]:
+        """The places of the inputs that the backwards compute gradients of."""
+        pairs = (
+            pair for call in self.calls for pair in enumerate(call.args) if pair[0] in call.trained.layout.requiring
+        )
+        return frozenset(at for _, at in pairs if at < self.input_count)
+
     def received(self) -> list[int]:
         """The numbers of the returned values whose gradients the node gets."""
         places = self.gradient_places()
@@ -120,12 +128,12 @@ def _frees_gradient(value: Any) -> bool:
     return bool(getattr(value, "_post_accumulate_grad_hooks", None))
 
 
-def _applied(run: _Run) -> Function:
-    """What is called to run the compiled forwards and to record their backwards as one node."""
-    first = run.calls[0].trained.wrapped
+def _applied(run: _Run, args: Sequence[Any]) -> Function:
+    """What is called, with values like `args`, to run the forwards and to record their backwards as one node."""
+    first, hooked = run.calls[0].trained.wrapped, HookedInputs.of(args, run.requiring())
     methods = {
-        "forward": staticmethod(_forward(run)),
-        "backward": staticmethod(_backward(run)),
+        "forward": staticmethod(_forward(run, hooked)),
+        "backward": staticmethod(_backward(run, hooked)),
         "boxed_grads_call": getattr(first, "boxed_grads_call", False),
         **_for_compiled_autograd(run),
     }
@@ -136,12 +144,13 @@ def _applied(run: _Run) -> Function:
     return apply
 
 
-def _forward(run: _Run) -> Callable[..., Any]:
+def _forward(run: _Run, hooked: HookedInputs) -> Callable[..., Any]:
     is_in_autocast, without_autocast = torch._C._is_any_autocast_enabled, torch._C._DisableAutocast
     steps, returned = tuple(_forward_steps(run)), _items(run.returned)
     non_differentiable = _non_differentiable(run)
 
     def forward(ctx: Any, *args: Any) -> Any:
+        ctx.held = hooked.hold(args)
         values, kept, symbols, begins = list(args), list[Tensor](), list[Any](), list[tuple[int, int]]()
         for compiled, take, results, saved, numbers, views, unused in steps:
             if is_in_autocast():
@@ -199,8 +208,8 @@ def _non_differentiable(run: _Run) -> list[int]:
     return [place for place in run.returned if place in found]
 
 
-def _backward(run: _Run) -> Callable[..., Any]:
-    wrapped, plan, received, nothing = run.wrapped(), _BackwardPlan.of(run), run.received(), (None,) * run.input_count
+def _backward(run: _Run, hooked: HookedInputs) -> Callable[..., Any]:
+    wrapped, plan, received = run.wrapped(), _BackwardPlan.of(run), run.received()
     is_boxed = getattr(wrapped[0], "boxed_grads_call", False)
     is_unusual = is_unusual_backward()
     codes: Sequence[Boxed | None] | None = None
@@ -212,7 +221,7 @@ def _backward(run: _Run) -> Callable[..., Any]:
         if is_boxed:
             given.clear()
         if all(one is None for one in gradients):
-            return nothing  # As in eager mode.
+            return hooked.gradients_of_nothing(ctx, ctx.held)
         saved, symbols = list(ctx.saved_tensors), list(ctx.symints)
         ctx.maybe_clear_saved_tensors()
         is_plain = all(one is None or type(one) is Tensor for one in gradients)
