@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from partita import Program, plan
 from partita.errors import TreatmentError
+from partita.memory import Rates
 from partita.policies import ByCapability, ByLabel, ByModule, BySize, SplitAt
 from partita.torch_compile import backend
 from partita.torch_compile.piece_borders import may_overlap
@@ -585,3 +586,62 @@ def test_a_saved_value_may_be_mutated_where_no_backward_needs_it(treatment: Any,
     eager(x).sum().backward()
     torch.testing.assert_close(model.first.weight.grad, eager.first.weight.grad)
     torch.testing.assert_close(model.mean, eager.mean)
+
+
+class Counted(nn.Module):
+    """Blocks that count their calls in double precision, and use nothing that the method returns."""
+
+    calls: Tensor
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.sin(torch.tanh(block(x)))
+            self.calls.add_(1)
+        self.mean.mul_(0.9).add_(x.detach().mean())
+        return torch.square(x * self.calls.float()).mean()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"policy": BySize(parts=3)},
+        {"policy": BySize(parts=3), "treatment": Recompute()},
+        {"policy": BySize(parts=2), "treatment": Lower("aot_eager")},
+        {"peak": 1.0, "rates": Rates(matmul_flops=1e11, attention_flops=1e11, bytes=1e10, call=5e-6)},
+    ],
+)
+def test_a_number_of_double_precision_is_mutated_where_nothing_uses_the_result(options: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    model = Counted()
+    twin, call = copy.deepcopy(model), compiled(model, inner="aot_eager", **options)
+    for _ in range(3):
+        x = torch.randn(5, 4)
+        found, expected = call(x), twin(x)
+        torch.testing.assert_close(found, expected)
+        found.backward()
+        expected.backward()
+    for one, other in zip((*model.buffers(), *model.parameters()), (*twin.buffers(), *twin.parameters()), strict=True):
+        torch.testing.assert_close(one, other)
+    assert model.calls == 9
+
+
+def test_a_number_of_double_precision_is_mutated_beside_a_float_that_changes() -> None:
+    def function(x: Tensor, count: Tensor, scale: float) -> Tensor:
+        count.add_(1)
+        return torch.where(x > 0, x * scale, scale) * count
+
+    torch.compiler.reset()
+    call = compiled(function, dynamic=None)
+    counts = [torch.zeros((), dtype=torch.float64) for _ in range(2)]
+    for scale in (1.5, 2.5, 3.5):
+        x = torch.randn(5)
+        torch.testing.assert_close(call(x, counts[0], scale), function(x, counts[1], scale))
+    assert counts[0] == 3

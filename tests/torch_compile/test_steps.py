@@ -171,6 +171,31 @@ def test_blocks_that_are_compiled_one_by_one_share_a_budget() -> None:
         assert (plan.seconds == 0) == (part == 1.0)
 
 
+class _Scaled(Broken):
+    """Reads a number of double precision in each graph."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        x = self.first(x) * self.scale
+        torch._dynamo.graph_break()
+        loss: Tensor = self.head(self.middle(x) * self.scale, labels)
+        return loss
+
+
+def test_graphs_with_a_number_of_double_precision_are_compiled_once_more() -> None:
+    model, plans, batch = _made(_Scaled), list[Any](), _batch()
+    expected = _train(torch.compile(model, backend="aot_eager"), model, batch)
+    torch.compiler.reset()
+    model = _made(_Scaled)
+    assert _train(_compiled(model, 1_000_000, plans), model, batch) == expected
+    assert _step_plans(plans)
+
+
 @pytest.mark.slow
 def test_the_first_step_takes_as_little_as_it_can() -> None:
     """Until the whole step is known nothing is held that can be computed again."""

@@ -34,6 +34,7 @@ from partita.regions.equal_bodies import has_repeats
 from partita.solvers.quotient import ALONE
 from partita.torch_compile._torch.backends import (
     apart_from_buckets,
+    mutations_of_doubles_kept,
     no_recompute_without_backward,
     reset_with_dynamo,
 )
@@ -47,7 +48,7 @@ from partita.torch_compile.piece_borders import Border, Bordered, border_of_grap
 from partita.torch_compile.pieces import DeferredTreatment, compile_pieces, lost_backward
 from partita.torch_compile.shared_memory import checking_shared_memory
 from partita.torch_compile.shared_pieces import piece_key
-from partita.torch_compile.steps import forget_steps, steps_of
+from partita.torch_compile.steps import Steps, forget_steps, steps_of
 
 log = logging.getLogger(__name__)
 
@@ -73,29 +74,40 @@ def backend(
     the optimizer or the bytes of its state, and `checkpoints="respect"` recomputes what `torch.utils.checkpoint` marks
     in every plan.
     """
-    chosen, numbers = BackendOptions.read(options), take_numbers_out(gm)
-    if chosen.peak is not None:
-        if chosen.inner == "inductor":
-            specialize_floats(gm)
-        checked = checking_shared_memory(Program(gm), example_inputs)
-        function = checked(
-            compile_to_fit(
-                gm,
-                example_inputs,
-                peak=chosen.peak,
-                inner=chosen.inner,
-                rates=chosen.rates,
-                communication=chosen.communication,
-                optimizer=chosen.optimizer,
-                checkpoints=chosen.checkpoints,
-                on_plan=chosen.on_plan,
-                steps=None if options is None else steps_of(options),
-            )
-        )
-        reset_with_dynamo(backend)
-    else:
-        function = _compiled(gm, example_inputs, chosen)
+    chosen = BackendOptions.read(options)
+    with mutations_of_doubles_kept(gm):
+        numbers = take_numbers_out(gm)
+        if chosen.peak is None:
+            function = _compiled(gm, example_inputs, chosen)
+        else:
+            function = _fitted(gm, example_inputs, chosen, None if options is None else steps_of(options))
     return function if numbers is None else numbers.beside(function)
+
+
+def _fitted(
+    gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOptions, steps: Steps | None
+) -> Callable[..., Any]:
+    """The graph compiled as a whole, so that a training step takes `peak` bytes."""
+    assert chosen.peak is not None
+    if chosen.inner == "inductor":
+        specialize_floats(gm)
+    checked = checking_shared_memory(Program(gm), example_inputs)
+    function = checked(
+        compile_to_fit(
+            gm,
+            example_inputs,
+            peak=chosen.peak,
+            inner=chosen.inner,
+            rates=chosen.rates,
+            communication=chosen.communication,
+            optimizer=chosen.optimizer,
+            checkpoints=chosen.checkpoints,
+            on_plan=chosen.on_plan,
+            steps=steps,
+        )
+    )
+    reset_with_dynamo(backend)
+    return function
 
 
 def input_kinds(body: GraphModule) -> tuple[InputKind, ...]:

@@ -35,7 +35,7 @@ from partita.memory.rates import Rates, measure_rates
 from partita.memory.segments import Checkpoints, checked_checkpoints
 from partita.program.joint import Joint
 from partita.program.program import Program
-from partita.torch_compile._torch.backends import own_tracing_context
+from partita.torch_compile._torch.backends import mutations_of_doubles_kept, own_tracing_context
 from partita.torch_compile._torch.peak import compile_with_partitioner, copied_graph
 from partita.torch_compile.frames import PlaceInStep
 from partita.torch_compile.joint_mutations import check_recomputed_reads, is_functionalized, nodes_before_updates
@@ -535,6 +535,6 @@ class FittedGraph:
                 self._compile_again(replace(again, budget=MemoryBudget(error.smallest)))
 
     def _compile_again(self, partition: MemoryPartition) -> None:
-        with own_tracing_context(fake_mode_in(self._inputs)):
+        with own_tracing_context(fake_mode_in(self._inputs)), mutations_of_doubles_kept(self._gm):
             self._function = self._compiled(copied_graph(self._gm, self._inputs), self._inputs, partition)
         self.partition = partition

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from partita._torch.operator_schemas import storage_key
+from partita._torch.symbolic_shapes import symbol_of
 
 
 def find_backend(name: str) -> Callable[..., Any] | None:
@@ -41,6 +42,32 @@ def trace_again_with_constants(floats: Sequence[str]) -> None:
         TensorifyState.specialize(name)
     if new:
         raise TensorifyScalarRestartAnalysis
+
+
+@contextmanager
+def mutations_of_doubles_kept(gm: GraphModule) -> Iterator[None]:
+    """Inside, compilers do not have Dynamo trace the frame again because of inputs that hold one double each.
+
+    AOTAutograd (torch 2.13) takes a tensor without dimensions of double precision on the CPU for a float of which it
+    could not make a tensor. In the second trace Dynamo drops in-place calls on it whose results are unused.
+    """
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    new = {name for name in _symbols_of_doubles(gm) if not TensorifyState.should_specialize(name)}
+    TensorifyState.force_specializations.update(new)
+    try:
+        yield
+    finally:
+        TensorifyState.force_specializations.difference_update(new)
+
+
+def _symbols_of_doubles(gm: GraphModule) -> Iterator[str]:
+    """The symbols by which Dynamo knows the values of such inputs, but for those that the graph reads as numbers."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        memo = getattr(node.meta.get("example_value"), "item_memo", None)
+        symbol = symbol_of(memo) if isinstance(memo, torch.SymFloat) else None
+        if symbol is not None and all(user.target != "item" for user in node.users):
+            yield str(symbol)
 
 
 def reset_with_dynamo(backend: Callable[..., Any]) -> None:
