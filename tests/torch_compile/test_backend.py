@@ -444,6 +444,10 @@ class _Checkpointed(nn.Module):
         {"policy": BySize(parts=2), "treatment": LeaveEager()},
         {"policy": BySize(parts=2), "treatment": Lower("eager")},
         {"policy": BySize(parts=2)},
+        {"inner": "eager"},
+        {"inner": "eager", "policy": BySize(parts=2), "treatment": Recompute()},
+        {"inner": lambda graph, _: graph},
+        {"inner": lambda graph, _: graph.forward, "policy": BySize(parts=2)},
     ],
 )
 def test_a_checkpoint_of_the_model_restores_the_random_numbers(options: dict[str, Any]) -> None:

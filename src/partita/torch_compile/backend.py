@@ -194,6 +194,10 @@ class _CountedBodies:
         if self._specializes_floats:
             specialize_floats(body)
         function = self._inner(body, inputs)
+        if function is body or getattr(function, "__self__", None) is body:
+            # Nothing is compiled, as by the backend "eager".
+            restore_rng_in_checkpoints(body)
+            return body if function is body else body.forward
         refuse_second_backward(function)
         return function
 
