@@ -101,3 +101,49 @@ def test_a_tensor_of_the_caller_is_no_number() -> None:
         for scale in (1.0, 2.0, 3.0):
             x = torch.randn(4)
             torch.testing.assert_close(compiled(x, torch.tensor(scale)), function(x, torch.tensor(scale)))
+
+
+def _scaled_first(x: Tensor, scale: float) -> Tensor:
+    """Only the first operators read the float."""
+    return torch.cos(torch.sin(x * scale))
+
+
+@pytest.mark.parametrize("function", [_waves, _scaled_first])
+@pytest.mark.parametrize("policy", [BySize(operators=1), BySize(parts=2)])
+def test_regions_that_do_not_read_a_float_are_not_compiled_for_each_of_its_values(
+    function: Callable[..., Any], policy: Any
+) -> None:
+    frames: list[Any] = []
+    options = {"policy": policy, "inner": "aot_eager", "on_plan": frames.append}
+    compiled = torch.compile(function, backend=backend, options=options)
+    for scale in (1.5, 2.0, -0.0, 0.0, 3.0, 4.5):
+        x = torch.randn(4)
+        torch.testing.assert_close(compiled(x, abs(scale)), function(x, abs(scale)))
+    assert len(frames) == 2 if function is _scaled_first else len(frames) < 6
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_float_of_either_sign_of_zero_is_read_by_each_region(inner: str) -> None:
+    compiled = torch.compile(
+        _scaled_first, backend=backend, options={"policy": BySize(operators=1), "inner": inner}, dynamic=True
+    )
+    for scale in (1.5, -0.0, 0.0, -0.0, 2.5):
+        x = torch.ones(4)
+        found, expected = compiled(x, scale), _scaled_first(x, scale)
+        torch.testing.assert_close(found, expected)
+        assert torch.equal(torch.signbit(compiled(x, scale).acos()), torch.signbit(expected.acos()))
+
+
+def _rows(x: Tensor, part: float) -> tuple[Tensor, Tensor, int]:
+    """Sizes, and a number that is returned, follow from the float."""
+    count = int(part)
+    return torch.cos(torch.sin(x)[:count] + 1) * part, x.new_zeros(count + 1), count
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "eager"])
+@pytest.mark.parametrize("policy", [BySize(operators=1), BySize(parts=2)])
+def test_sizes_that_follow_from_a_float_are_compiled_for_its_values(policy: Any, inner: str) -> None:
+    compiled = torch.compile(_rows, backend=backend, options={"policy": policy, "inner": inner})
+    for part in (1.5, 2.5, 3.25, 1.5):
+        x = torch.randn(6)
+        torch.testing.assert_close(compiled(x, part), _rows(x, part))

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, final
@@ -34,14 +34,15 @@ from partita.regions.equal_bodies import has_repeats
 from partita.solvers.quotient import ALONE
 from partita.torch_compile._torch.backends import (
     apart_from_buckets,
-    mutations_of_doubles_kept,
     no_recompute_without_backward,
+    numbers_of,
     reset_with_dynamo,
+    without_tracing_for_others,
 )
 from partita.torch_compile._torch.direct_training import refuse_second_backward
 from partita.torch_compile.frame_warnings import forget_warnings, warning_of_mismatches
 from partita.torch_compile.frames import FramePlan, RunningModel, forget_plans
-from partita.torch_compile.numbers import specialize_floats, take_numbers_out
+from partita.torch_compile.numbers import specialize_floats, specialize_sizes, take_numbers_out
 from partita.torch_compile.options import BackendOptions, Inner
 from partita.torch_compile.peak import compile_to_fit
 from partita.torch_compile.piece_borders import Border, Bordered, border_of_graph
@@ -75,12 +76,12 @@ def backend(
     in every plan.
     """
     chosen = BackendOptions.read(options)
-    with mutations_of_doubles_kept(gm):
-        numbers = take_numbers_out(gm)
-        if chosen.peak is None:
-            function = _compiled(gm, example_inputs, chosen)
-        else:
-            function = _fitted(gm, example_inputs, chosen, None if options is None else steps_of(options))
+    numbers = take_numbers_out(gm)
+    specialize_sizes(gm)
+    if chosen.peak is None:
+        function = _compiled(gm, example_inputs, chosen)
+    else:
+        function = _fitted(gm, example_inputs, chosen, None if options is None else steps_of(options))
     return function if numbers is None else numbers.beside(function)
 
 
@@ -130,7 +131,7 @@ def _kind(node: Node) -> InputKind:
 
 def _compiled(gm: GraphModule, example_inputs: Sequence[Any], chosen: BackendOptions) -> Callable[..., Any]:
     model = RunningModel(gm)
-    inner = _CountedBodies(chosen.inner_backend(), specializes_floats=chosen.inner == "inductor")
+    inner = _CountedBodies(chosen.inner_backend(), numbers_of(gm), specializes_floats=chosen.inner == "inductor")
     begin = time.perf_counter()
     # Dynamo guards on the grad mode, and records the end of a no_grad block as setting that mode, not as restoring it.
     program = Program(gm, caller=Mode(grad=torch.is_grad_enabled()), frame=model.frame)
@@ -184,8 +185,8 @@ def _are_all_in_repeats(decided: Plan) -> bool:
 class _CountedBodies:
     """The inner backend, which notes how many different bodies it compiles."""
 
-    def __init__(self, inner: Inner, *, specializes_floats: bool) -> None:
-        self._inner, self._specializes_floats = inner, specializes_floats
+    def __init__(self, inner: Inner, numbers: Collection[str], *, specializes_floats: bool) -> None:
+        self._inner, self._numbers, self._specializes_floats = inner, numbers, specializes_floats
         self.bodies: set[object] = set()
 
     def __call__(self, body: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -193,7 +194,8 @@ class _CountedBodies:
         self.bodies.add(len(self.bodies) if key is None else key)
         if self._specializes_floats:
             specialize_floats(body)
-        function = self._inner(body, inputs)
+        with without_tracing_for_others(self._numbers, body):
+            function = self._inner(body, inputs)
         if function is body or getattr(function, "__self__", None) is body:
             # Nothing is compiled, as by the backend "eager".
             restore_rng_in_checkpoints(body)

@@ -13,7 +13,7 @@ from typing import Any, final
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS, symbol_of
+from partita._torch.symbolic_shapes import NUMBER_FUNCTIONS, symbol_of, symbols_in
 from partita.analysis.nodes import value_of
 from partita.program.program import Program
 from partita.torch_compile._torch.backends import trace_again_with_constants
@@ -105,6 +105,21 @@ def specialize_floats(gm: GraphModule) -> None:
     items = [node for node in gm.graph.find_nodes(op="call_method", target="item") if node in scalars]
     unsafe = [node for node in items if not all(map(_is_arithmetic, _readers(node, scalars)))]
     trace_again_with_constants([str(symbol_of(value_of(node))) for node in unsafe])
+
+
+def specialize_sizes(gm: GraphModule) -> None:
+    """Lets Dynamo trace again with the values of floats of which integers are made, as in `x[:int(part * rows)]`.
+
+    A region that has such an integer as an input, or as a size, would need the float, which no region takes.
+    AOTAutograd does the same for sizes in its graph.
+    """
+    items = gm.graph.find_nodes(op="call_method", target="item")
+    floats = {symbol_of(value) for node in items if isinstance(value := value_of(node), torch.SymFloat)}
+    if floats:
+        values = map(value_of, gm.graph.nodes)
+        integers = (value for value in values if isinstance(value, torch.SymInt | torch.Tensor))
+        read = {symbol for value in integers for symbol in symbols_in(value)}
+        trace_again_with_constants(sorted(map(str, floats & read)))
 
 
 def _readers(scalar: Node, scalars: set[Node]) -> Iterator[Node]:

@@ -35,7 +35,7 @@ from partita.memory.rates import Rates, measure_rates
 from partita.memory.segments import Checkpoints, checked_checkpoints
 from partita.program.joint import Joint
 from partita.program.program import Program
-from partita.torch_compile._torch.backends import mutations_of_doubles_kept, own_tracing_context
+from partita.torch_compile._torch.backends import numbers_of, own_tracing_context, without_tracing_for_others
 from partita.torch_compile._torch.peak import compile_with_partitioner, copied_graph
 from partita.torch_compile.frames import PlaceInStep
 from partita.torch_compile.joint_mutations import check_recomputed_reads, is_functionalized, nodes_before_updates
@@ -298,7 +298,8 @@ def compile_to_fit(
         )
     if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         log.info("the graph is compiled for inference: nothing is saved for backward, so no memory is planned")
-        return compile_with_partitioner(gm, example_inputs, None, inner=str(inner))
+        with without_tracing_for_others(numbers_of(gm), gm):
+            return compile_with_partitioner(gm, example_inputs, None, inner=str(inner))
     _check_can_be_planned(gm)
     partition = memory_partition(
         peak,
@@ -481,7 +482,8 @@ class FittedGraph:
             )
 
     def _compiled(self, gm: GraphModule, inputs: Sequence[Any], partition: MemoryPartition) -> Callable[..., Any]:
-        function = compile_with_partitioner(gm, inputs, partition, inner=self._inner)
+        with without_tracing_for_others(numbers_of(gm), gm):
+            function = compile_with_partitioner(gm, inputs, partition, inner=self._inner)
         if self.on_plan is not None:
             for found in partition.plans.found:
                 self.on_plan(found)
@@ -535,6 +537,6 @@ class FittedGraph:
                 self._compile_again(replace(again, budget=MemoryBudget(error.smallest)))
 
     def _compile_again(self, partition: MemoryPartition) -> None:
-        with own_tracing_context(fake_mode_in(self._inputs)), mutations_of_doubles_kept(self._gm):
+        with own_tracing_context(fake_mode_in(self._inputs)):
             self._function = self._compiled(copied_graph(self._gm, self._inputs), self._inputs, partition)
         self.partition = partition

@@ -6,7 +6,7 @@ Dynamo is only imported when one of these functions runs, so that `import partit
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from partita._torch.operator_schemas import storage_key
-from partita._torch.symbolic_shapes import symbol_of
+from partita._torch.symbolic_shapes import symbol_of, symbols_in
 
 
 def find_backend(name: str) -> Callable[..., Any] | None:
@@ -45,15 +45,17 @@ def trace_again_with_constants(floats: Sequence[str]) -> None:
 
 
 @contextmanager
-def mutations_of_doubles_kept(gm: GraphModule) -> Iterator[None]:
-    """Inside, compilers do not have Dynamo trace the frame again because of inputs that hold one double each.
+def without_tracing_for_others(numbers: Collection[str], body: GraphModule) -> Iterator[None]:
+    """Inside, the compiler of a body does not have Dynamo trace the frame again because of numbers it does not read.
 
-    AOTAutograd (torch 2.13) takes a tensor without dimensions of double precision on the CPU for a float of which it
-    could not make a tensor. In the second trace Dynamo drops in-place calls on it whose results are unused.
+    AOTAutograd (torch 2.13) takes every known number of double precision that is not in its graph for a float argument
+    of which it could not make a tensor. Dynamo would then make a constant of an argument that only another part of the
+    graph reads, and drop in-place calls on a tensor without dimensions whose results are unused.
     """
     from torch._dynamo.symbolic_convert import TensorifyState
 
-    new = {name for name in _symbols_of_doubles(gm) if not TensorifyState.should_specialize(name)}
+    read = {str(symbol) for value in _values_in(body) for symbol in symbols_in(value)}
+    new = {name for name in numbers if name not in read and not TensorifyState.should_specialize(name)}
     TensorifyState.force_specializations.update(new)
     try:
         yield
@@ -61,13 +63,18 @@ def mutations_of_doubles_kept(gm: GraphModule) -> Iterator[None]:
         TensorifyState.force_specializations.difference_update(new)
 
 
-def _symbols_of_doubles(gm: GraphModule) -> Iterator[str]:
-    """The symbols by which Dynamo knows the values of such inputs, but for those that the graph reads as numbers."""
-    for node in gm.graph.find_nodes(op="placeholder"):
-        memo = getattr(node.meta.get("example_value"), "item_memo", None)
-        symbol = symbol_of(memo) if isinstance(memo, torch.SymFloat) else None
-        if symbol is not None and all(user.target != "item" for user in node.users):
-            yield str(symbol)
+def _values_in(body: GraphModule) -> Iterator[Any]:
+    """The traced values of a body and of the bodies in it."""
+    graphs = (module.graph for module in body.modules() if isinstance(module, GraphModule))
+    return (node.meta.get("example_value") for graph in graphs for node in graph.nodes)
+
+
+def numbers_of(gm: GraphModule) -> frozenset[str]:
+    """The symbols of the numbers among the inputs of Dynamo's graph: tensors that hold one double each."""
+    inputs = (node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder"))
+    memos = (getattr(value, "item_memo", None) for value in inputs)
+    symbols = (symbol_of(memo) for memo in memos if isinstance(memo, torch.SymFloat))
+    return frozenset(str(symbol) for symbol in symbols if symbol is not None)
 
 
 def reset_with_dynamo(backend: Callable[..., Any]) -> None:
