@@ -156,3 +156,16 @@ def test_a_part_that_cannot_be_tried_is_named() -> None:
 
     with pytest.raises(BudgetError, match="cannot be tried on fake tensors"):
         partita.fit(InPlace(), (_X,), peak=0.5, rates=RATES)
+
+
+def test_a_branch_is_refused_with_a_way_out_that_plans_it() -> None:
+    class Branching(Model):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = torch.cond(x.sum() > 0, lambda value: value.sin(), lambda value: value.cos(), (x,))
+            return super().forward(x, y)
+
+    model = Branching()
+    with pytest.raises(BudgetError, match=r"torch.compile\(model, backend=\"partita\", options=\{\"peak\": ...\}\)"):
+        partita.fit(model, (_X, _Y), peak=0.9, rates=RATES)
+    compiled = torch.compile(model, backend=backend, options={"peak": 0.9, "inner": "aot_eager", "rates": RATES})
+    compiled(_X, _Y).backward()

@@ -108,7 +108,8 @@ def trial_of(
         first = next((node.name for node in module.graph.nodes if node.op == "call_function"), "nothing")
         raise BudgetError(
             f"the part of the model that begins with {first!r} cannot be tried on fake tensors, so what it allocates "
-            f"is not known: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            f"is not known: {type(error).__name__}: {str(error).partition(chr(10))[0]}. What torch.compile can trace, "
+            'torch.compile(model, backend="partita", options={"peak": ...}) plans without trying it'
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect as signatures
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -120,6 +121,8 @@ def _dimension(match: re.Match[str], names: dict[str, Any]) -> Any:
 
     name = match["name"]
     limits = {key: int(match[word]) for key, word in (("min", "least"), ("max", "most")) if match[word]}
+    if limits.get("min", 0) > limits.get("max", math.inf):
+        raise CommandError(f"{match[0]!r} has a least size above the most; write {match['axis']}={name}:2..64")
     if name not in names:
         names[name] = Dim(name, **limits)
     elif any(getattr(names[name], key) != limit for key, limit in limits.items()):

@@ -148,6 +148,7 @@ def test_a_module_that_fails_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dynamic", "told"),
     [
+        ("x:0=b:64..2", "'0=b:64..2' has a least size above the most; write 0=b:2..64"),
         ("y:0=batch", "the inputs are x"),
         ("x:2=batch", "is no size of x, which has 2"),
         ("x:batch", "write x:0=batch"),
