@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from tests.helpers.work import calls_during
-from torch import Tensor
+from torch import Tensor, nn
+from torch.export import Dim
 from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+import partita
 from partita.equivalence.inputs import arguments_of, resized
 
 
@@ -39,3 +41,10 @@ def test_inputs_with_a_symbol_each_are_resized_in_proportion() -> None:
     work(10)
     few, more, many = work(10), work(20), work(80)
     assert many - more < 8 * (more - few)
+
+
+def test_an_empty_input_with_a_dynamic_size_is_compared_as_it_is() -> None:
+    program = partita.capture(nn.ReLU(), (torch.ones(4, 2),), dynamic_shapes=({0: Dim("rows", min=0, max=64)},))
+    comparison = partita.compare(program, program, (torch.ones(0, 2),))
+    assert comparison.equal
+    assert "other sizes were not tried" in comparison.notes[0]

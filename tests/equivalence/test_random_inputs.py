@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx import symbolic_trace
+from torch.utils._pytree import TreeSpec, treespec_leaf
 
 import partita
 from partita.equivalence.random_inputs import random_inputs
@@ -66,3 +68,37 @@ def test_dynamic_sizes_are_as_they_were_traced() -> None:
 def test_a_graph_module_says_nothing_about_its_inputs() -> None:
     with pytest.raises(OptionError, match="only an exported program"):
         random_inputs(partita.Program.of(symbolic_trace(nn.ReLU())))
+
+
+class _First(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def _claimed(x: torch.Tensor) -> partita.Program:
+    """A program whose input is traced as `x`, which need not be there."""
+    program = partita.capture(_First(), (torch.ones(2),))
+    (node,) = program.graph.find_nodes(op="placeholder")
+    node.meta["val"] = x
+    return program
+
+
+def test_inputs_that_would_take_all_memory_are_not_made() -> None:
+    with pytest.raises(OptionError, match=r"the inputs have 8,000,000,000 bytes, .* pass inputs instead"):
+        random_inputs(_claimed(torch.empty(2_000_000_000, device="meta")))
+
+
+def test_inputs_on_a_device_that_is_not_here_are_refused_in_words() -> None:
+    with FakeTensorMode(), pytest.raises(OptionError, match=r"no tensor here for input 'x', .* on vulkan"):
+        random_inputs(_claimed(torch.empty(2, device="vulkan")))
+
+
+def test_inputs_that_do_not_fit_their_containers_are_refused_in_words() -> None:
+    program = partita.capture(_First(), (torch.ones(2),))
+    assert program.export is not None
+    (call,) = (one for one in program.export.module_calls if not one.fqn)
+    pair = TreeSpec(torch.return_types.max, None, [treespec_leaf()])  # It has two items.
+    args = TreeSpec(tuple, None, [pair])
+    call.signature.in_spec = TreeSpec(tuple, None, [args, TreeSpec(dict, [], [])])
+    with pytest.raises(OptionError, match="cannot be put into their containers"):
+        random_inputs(program)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import symbolic_trace
 
 from partita.equivalence import Tolerance, compare
 
@@ -92,6 +93,20 @@ def test_how_a_sparse_gradient_is_stored_is_free() -> None:
     both = torch.tensor([1, 2])
     found = compare(lambda x: table(x) * 2, lambda x: table(x) + table(x), (both,), gradients=True)
     assert found.equal
+
+
+def test_a_view_of_more_dimensions_than_torch_computes_with_is_compared() -> None:
+    class Tiled(nn.Module):
+        def __init__(self, change: float) -> None:
+            super().__init__()
+            self.change = change
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + self.change).tile([1] * 100)
+
+    one, same, other = (symbolic_trace(Tiled(change)) for change in (0.0, 0.0, 1.0))
+    assert compare(one, same, (torch.ones(2),)).equal
+    assert not compare(one, other, (torch.ones(2),)).equal
 
 
 def test_a_scale_within_the_tolerance_is_equal() -> None:

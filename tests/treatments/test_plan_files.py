@@ -339,6 +339,19 @@ def test_a_treatment_that_no_plan_has_is_refused(treatment: Any, message: str, t
         partita.load_plan(path, program)
 
 
+def test_values_that_are_nested_as_deep_as_json_goes_are_refused(tmp_path: Path) -> None:
+    """Python's text of such a value recurses too far, from some depth on that Python's reader of JSON still takes."""
+    program, path = _program(), tmp_path / "plan.json"
+    partita.save_plan(partita.plan(program, BySize(parts=1), Call()), path)
+    written = json.dumps({**json.loads(path.read_text()), "treatments": ["here"]})
+    mark = '{"class": "Mark", "options": {"key": "a", "value": '
+    for depth in range(800, 1000, 4):
+        value = "[" * depth + "]" * depth
+        path.write_text(written.replace('"here"', f"{mark * 18}{value}{'}}' * 18}"))
+        with pytest.raises(PlanFileError):
+            partita.load_plan(path, program)
+
+
 @pytest.mark.parametrize("text", ["", "no json", "[" * 100_000, '{"format": 1e999}'])
 def test_a_file_that_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(text)

@@ -256,7 +256,7 @@ def _compared_on_other_sizes(pair: _Pair, call: Call) -> Comparison:
     if not refused and any(symbols_in(value_of(node)) for node in inputs):
         notes.append(
             "sizes are symbolic, but other sizes were not tried: no argument gives a symbol by itself, in order, or "
-            "others would be far larger"
+            "one is empty, or others would be far larger"
         )
     return Comparison((), tuple(notes))
 

@@ -343,6 +343,8 @@ def _undeclared(before: Observation, after: Observation) -> Iterator[Difference]
             yield Difference("undeclared mutation", label, detail)
 
 
+#: Of tensors that are computed with; views may have more.
+_MOST_DIMENSIONS = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -352,6 +354,8 @@ def value_difference(before: Tensor, after: Tensor, tolerance: Tolerance) -> str
     Where the tolerance is exact every bit counts, so 0.0 is not -0.0; but any NaN equals any other NaN.
     """
     before, after = _readable(before), _readable(after).to(before.device)
+    if before.dim() > _MOST_DIMENSIONS:
+        before, after = before.flatten(), after.flatten()
     differing = _differing(before, after, tolerance)
     return _worst(before, after, differing) if bool(differing.any()) else None
 

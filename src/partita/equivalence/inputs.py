@@ -300,6 +300,8 @@ def _other(leaf: object, value: Any, sizes: Mapping[Any, int]) -> object:
         # Each axis is stretched by itself, so the others do not make up for a large one.
         if len(shape) != leaf.ndim or min(shape, default=0) < 0 or math.prod(max(size, 1) for size in shape) > most:
             raise ValueError(f"sizes {shape} are no other sizes of an argument with sizes {tuple(leaf.shape)}")
+        if any(had == 0 < size for had, size in zip(leaf.shape, shape, strict=True)):
+            raise ValueError(f"an argument with sizes {tuple(leaf.shape)} has no elements to repeat")
         return _stretched(leaf, shape)
     return _evaluated(value, sizes) if isinstance(value, torch.SymInt) else leaf
 

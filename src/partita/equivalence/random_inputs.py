@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,12 +14,15 @@ from torch.fx import Node
 
 from partita._torch.pytrees import Tree
 from partita._torch.symbolic_shapes import hint_of
+from partita._torch.tensors import is_lack_of_memory
 from partita.analysis.nodes import value_of
 from partita.errors import OptionError
 from partita.program.program import Program
 
 #: Integers are indices more often than not, and most tables have at least this many rows.
 _FEWEST_ROWS = 2
+#: More than the inputs of a program take; a file from others may say any sizes.
+_MOST_BYTES = 1 << 30
 #: Operators through which an index goes as it is.
 _PASSED_ON = frozenset(
     ("view", "reshape", "to", "_to_copy", "expand", "unsqueeze", "squeeze", "slice", "clone", "contiguous", "flatten")
@@ -34,21 +39,44 @@ def random_inputs(program: Program, *, seed: int = 0) -> tuple[tuple[Any, ...], 
     generator = Generator("cpu").manual_seed(seed)
     nodes = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     specs = [one.arg for one in program.export.signature.input_specs if one.kind is InputKind.USER_INPUT]
+    _check_bytes([value_of(nodes[one.name]) for one in specs if not isinstance(one, ConstantArgument)])
     leaves = [one.value if isinstance(one, ConstantArgument) else _value(nodes[one.name], generator) for one in specs]
     call = next(one for one in program.export.module_calls if not one.fqn)
-    args, kwargs = Tree((), (), call.signature.in_spec).rebuilt(leaves)
+    try:
+        args, kwargs = Tree((), (), call.signature.in_spec).rebuilt(leaves)
+    except Exception as error:  # Of a registered class, to which a file may give any tensors.
+        raise OptionError(f"the inputs cannot be put into their containers: {error}; pass inputs instead") from error
     return tuple(args), dict(kwargs)
+
+
+def _check_bytes(traced: Iterable[Any]) -> None:
+    tensors = [value for value in traced if isinstance(value, Tensor)]
+    size = sum(math.prod(_sizes(tensor)) * tensor.element_size() for tensor in tensors)
+    if size > _MOST_BYTES:
+        raise OptionError(f"the inputs have {size:,} bytes, more than are made here; pass inputs instead")
+
+
+def _sizes(traced: Tensor) -> list[int]:
+    return [hint_of(size, _FEWEST_ROWS) for size in traced.shape]
 
 
 def _value(node: Node, generator: Generator) -> Any:
     traced = value_of(node)
     if traced is None:
         raise OptionError(f"nothing is known about input {node.name!r}; pass inputs instead")
-    return _tensor(node, traced, generator) if isinstance(traced, Tensor) else hint_of(traced, _FEWEST_ROWS)
+    if not isinstance(traced, Tensor):
+        return hint_of(traced, _FEWEST_ROWS)
+    try:
+        return _tensor(node, traced, generator)
+    except (RuntimeError, AssertionError, ImportError) as error:  # What torch raises depends on the device.
+        if is_lack_of_memory(error):
+            raise
+        what = f"sizes {_sizes(traced)} of {traced.dtype} on {traced.device}"
+        raise OptionError(f"torch makes no tensor here for input {node.name!r}, with {what}; pass inputs") from error
 
 
 def _tensor(node: Node, traced: Tensor, generator: Generator) -> Tensor:
-    sizes, dtype = [hint_of(size, _FEWEST_ROWS) for size in traced.shape], traced.dtype
+    sizes, dtype = _sizes(traced), traced.dtype
     # Where the generator is, whatever the default device.
     source: dict[str, Any] = {"generator": generator, "device": "cpu"}
     if dtype.is_floating_point or dtype.is_complex:

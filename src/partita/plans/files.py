@@ -20,7 +20,7 @@ from torch.fx import Node
 from partita.errors import ArchiveError, PartitaError, PlanFileError
 from partita.plans.plan import Plan
 from partita.plans.treatment import Treatment, is_treatment
-from partita.program.archives.container import open_file, shown
+from partita.program.archives.container import brief, open_file, shown
 from partita.program.fingerprint import program_digest
 from partita.program.program import Program
 from partita.regions import Partition, Region
@@ -136,7 +136,7 @@ def from_data(data: Any, program: Program, known: Known, *, where: str = "the pl
     treatments = [reader.value(one, f"treatment {at}") for at, one in enumerate(found["treatments"])]
     for at, one in enumerate(treatments):
         if not is_treatment(one):
-            raise PlanFileError(f"{where}: treatment {at} is {repr(one)[:80]}, which is no treatment")
+            raise PlanFileError(f"{where}: treatment {at} is {brief(one)}, which is no treatment")
     try:
         return _assembled(found, treatments, planned, reader)
     except PlanFileError:
@@ -278,7 +278,7 @@ class _Reader:
     def nodes(self, names: Sequence[Any], program: Program, what: str) -> tuple[Node, ...]:
         for name in names:
             if not isinstance(name, str):
-                raise PlanFileError(f"{self.where}: {what} has {str(name)[:80]} among its nodes, which is no name")
+                raise PlanFileError(f"{self.where}: {what} has {brief(name)} among its nodes, which is no name")
         try:
             return tuple(program.node(name) for name in names)
         except PartitaError as error:
@@ -313,19 +313,21 @@ class _Reader:
                     return frozenset(self.hashable(one, what, depth + 1) for one in items)
                 case {"class": str(name), "options": dict(options)} if len(data) == 2:
                     return self._instance(name, options, what, depth)
-        raise PlanFileError(f"{self.where}: {what} has a value that no plan has: {str(data)[:80]}")
+        raise PlanFileError(f"{self.where}: {what} has a value that no plan has: {brief(data)}")
 
     def _instance(self, name: str, options: dict[str, Any], what: str, depth: int) -> Any:
         cls = self._known.get(name)
         if cls is None:
             raise PlanFileError(
-                f"{self.where}: {what} is of the class {name!r}, which is not known; there are "
+                f"{self.where}: {what} is of the class {brief(name)}, which is not known; there are "
                 f"{', '.join(sorted(self._known))}, and those that you pass as `classes`"
             )
         taken = {one.name for one in fields(cls) if not one.name.startswith("_")} - unsaved_options(cls)
         unknown = sorted(set(options) - taken)
         if unknown:
-            raise PlanFileError(f"{self.where}: {what} of the class {name!r} has no option {unknown[0]!r} in a file")
+            raise PlanFileError(
+                f"{self.where}: {what} of the class {name!r} has no option {brief(unknown[0])} in a file"
+            )
         values = {key: self.value(one, what, depth + 1) for key, one in options.items()}
         positional = [
             parameter.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 import zipfile
 from dataclasses import FrozenInstanceError, dataclass
@@ -241,6 +242,23 @@ def test_a_container_that_takes_nothing_but_tensors_loads(tmp_path: Path) -> Non
     assert same(module(*args), TakesRows()(*args))
     with pytest.raises(AssertionError, match=r"Guard failed: rows.x.size\(\)\[0\] == 6"):
         module(Rows(X[:5]))
+
+
+def test_a_named_tuple_without_one_of_its_items_is_refused(tmp_path: Path) -> None:
+    program = torch.export.export(TakesTrees(), (Batch(X, [X]), Point(X, X)))
+    program.example_inputs = None
+    torch.export.save(program, tmp_path / "m.pt2")
+
+    def change(parsed: Any) -> None:
+        signature = parsed["graph_module"]["module_call_graph"][0]["signature"]
+        tree = json.loads(signature["in_spec"])
+        tree[1]["children_spec"][0]["children_spec"][1]["children_spec"].pop()
+        signature["in_spec"] = json.dumps(tree)
+
+    spoilt = Spoilt(tmp_path / "m.pt2")
+    spoilt.program(change)
+    with pytest.raises(ArchiveError, match="it has 2 keys and 1 children"):
+        load_exported(spoilt.write(tmp_path / "other.pt2"))
 
 
 def test_a_container_that_nobody_registered_is_named(tmp_path: Path) -> None:

@@ -861,6 +861,18 @@ def test_operators_whose_arguments_torch_does_not_check_are_refused(saved: Path,
         load_exported(spoilt.write(tmp_path / "m.pt2"))
 
 
+def test_gradients_of_other_processes_are_refused(saved: Path, tmp_path: Path) -> None:
+    importlib.import_module("torch.distributed.rpc")
+
+    def change(program: Any) -> None:
+        graph(program)["nodes"][0]["target"] = "torch.ops.aten.get_gradients.default"
+
+    spoilt = Spoilt(saved)
+    spoilt.program(change)
+    with pytest.raises(UntrustedArchiveError, match="does more than compute on tensors and numbers"):
+        load_exported(spoilt.write(tmp_path / "m.pt2"))
+
+
 @pytest.mark.parametrize("name", ["inductor_lookup_seed", "_unsafe_index_put_", "_low_memory_max_pool_with_offsets"])
 def test_operators_that_only_a_compiler_writes_are_refused(saved: Path, tmp_path: Path, name: str) -> None:
     """Inductor reads a seed at any index, without a check; importing it adds such operators to `prims`."""

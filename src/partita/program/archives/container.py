@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import re
+import reprlib
 import stat
 import struct
 import zipfile
@@ -128,6 +129,16 @@ def shown(text: str) -> str:
     """A string from a file, shortened, and quoted if it has control characters that a terminal would interpret."""
     short = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
     return short if short.isprintable() else repr(short)
+
+
+def brief(value: object) -> str:
+    """A value from a file as messages have it: Python's own text of a deep one recurses, and of a long one is long."""
+    return _SHORTENED.repr(value)[:_LONGEST_BRIEF]
+
+
+_LONGEST_BRIEF = 100
+_SHORTENED = reprlib.Repr()
+_SHORTENED.maxlevel, _SHORTENED.maxstring = 3, _LONGEST_BRIEF
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from unicodedata import normalize
 from torch import nn
 
 from partita._torch.fx.graph_writer import attributes_of_graph_modules
+from partita.program.archives.container import brief
 
 #: Far more values than a graph of a hundred thousand nodes has; each takes up to a hundred bytes of memory.
 MOST_VALUES = 20_000_000
@@ -85,7 +86,7 @@ class Data:
 
     def _as(self, kind: str, *, fits: bool) -> Any:
         """The value if it `fits`; else raises an error that it is not of this kind."""
-        return self.value if fits else self.malformed(f"{repr(self.value)[:100]} is no {kind}")
+        return self.value if fits else self.malformed(f"{brief(self.value)} is no {kind}")
 
     def _text_if(self, fits: object, otherwise: str) -> str:
         """The string if it `fits`; else raises an error with the reason `otherwise`."""

@@ -73,6 +73,9 @@ def called_by(target: Callable[..., Any]) -> tuple[tuple[int, ...], tuple[int, .
 def _computes(found: OpOverload) -> bool:
     """Whether it takes tensors, numbers and names of variants, and computes or checks tensors or numbers."""
     schema = found._schema
+    # The gradients of other processes come in a dict.
+    if not all(_PLAIN_RESULT.fullmatch(str(part.type)) for part in schema.returns):
+        return False
     types = [str(part.type) for part in (*schema.arguments, *schema.returns)]
     computes = any("Tensor" in kind for kind in types) or schema.name in _ON_NUMBERS
     return computes and _is_of_programs(found) and all(map(_is_plain, schema.arguments))
@@ -101,6 +104,7 @@ NAMESPACES = frozenset(("aten", "prims", "quantized_decomposed"))
 _PLAIN_TYPE = re.compile(
     r"(Optional\[|List\[)*(Tensor|number|int|float|bool|complex|Device|Generator|ScalarType|Layout|MemoryFormat)\]*"
 )
+_PLAIN_RESULT = re.compile(rf"{_PLAIN_TYPE.pattern}|QScheme")
 #: The arguments in which a string selects a variant of a computation; none of them is a file name.
 _NAMES_OF_VARIANTS = _words(
     """

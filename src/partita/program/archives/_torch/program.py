@@ -406,6 +406,7 @@ def _tree(data: Data, depth: int) -> pytree.TreeSpec:
     container = _registered(data["type"])
     context = _CONTEXTS.get(container, _registered_context)(container, data["context"])
     keys = context[1] if container is defaultdict else context if container in _DICTS else children
+    keys = context._fields if hasattr(context, "_fields") else keys
     if len(keys) != len(children):
         data.malformed(f"it has {len(keys)} keys and {len(children)} children")
     if keys is not children and len(set(keys)) < len(keys):

@@ -18,6 +18,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from partita._torch.expressions import Expression, ExpressionError, Operation, Symbol, parsed
 from partita._torch.symbolic_shapes import is_unbacked
+from partita.program.archives.container import brief
 from partita.program.archives.data import Data
 
 #: The most letters and operations of a size, and the most terms after expansion.
@@ -358,7 +359,7 @@ def read_device(data: Data) -> torch.device:
     kind, index = data["type"].text(), data.get("index")
     number = 0 if index is None else index.integer()
     if not re.fullmatch(r"[a-z0-9_]{1,20}", kind) or not 0 <= number < (1 if kind == "cpu" else 128):
-        data.malformed(f"{str(data.value)[:100]} is no device")
+        data.malformed(f"{brief(data.value)} is no device")
     try:
         return torch.device(kind) if index is None else torch.device(kind, number)
     except RuntimeError:
