@@ -84,6 +84,30 @@ def test_a_call_has_a_bounded_number_of_results(count: int, small: Path, tmp_pat
             load_exported(path)
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"custom": json.dumps({"stage": ["word"] * 25_000})},
+        {"nn_module_stack": ";".join(f"k{at},{'a' * 900},C{at}" for at in range(100))},
+    ],
+)
+def test_results_of_a_call_repeat_a_bounded_amount_of_metadata(
+    metadata: dict[str, str], small: Path, tmp_path: Path
+) -> None:
+    """A printed program has it at each of them: a file of a megabyte took more memory than there is."""
+    for count in (10, 9_000):
+        names = [f"r{place}" for place in range(count)]
+        split = call("split.Tensor", "r", self=value("x"), split_size={"as_int": 1})
+        outputs = [{"as_tensors": [{"name": name} for name in names]}]
+        nodes = [{**split, "outputs": outputs, "metadata": metadata}]
+        content = {**graph(["x", *names], [], ["r0"]), "inputs": [value("x")], "nodes": nodes}
+        path = written(small, tmp_path / f"m{count}.pt2", content)
+        if count == 10:
+            assert len(load_exported(path).graph.nodes) == 13
+    with pytest.raises(ArchiveError, match="more values in lists, inputs and results than a program"):
+        load_exported(path)
+
+
 def test_tensors_are_in_modules_with_a_bounded_number_beside_them(tmp_path: Path) -> None:
     """torch looks at all modules beside that of a tensor when it makes a module of the program."""
     torch.export.save(torch.export.export(nn.Linear(4, 4), (X,)), tmp_path / "linear.pt2")

@@ -742,6 +742,15 @@ def test_bodies_that_share_others_stand_for_a_bounded_number_of_nodes(levels: in
         load_exported(sharing(small, tmp_path / "m.pt2", levels=levels))
 
 
+def test_bodies_that_are_shared_stand_for_a_bounded_amount_of_metadata(small: Path, tmp_path: Path) -> None:
+    layer = graph(["p"], [sine("p", "q")], ["q"])
+    layer["nodes"][0]["metadata"] = {"custom": json.dumps({"stage": ["word"] * 50_000})}
+    bodies = [body("layer", EMPTY)] * 1_999 + [body("layer", layer)]
+    calls = [node(WRAP, [each, value("x")], f"r{at}", hop=False) for at, each in enumerate(bodies)]
+    with pytest.raises(ArchiveError, match=r"stand for more than \d+ nodes"):
+        load_exported(written(small, tmp_path / "m.pt2", calls, "r0"))
+
+
 def test_bodies_may_share_others(small: Path, tmp_path: Path) -> None:
     y = X
     for _ in range(16):

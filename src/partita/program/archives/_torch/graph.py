@@ -43,6 +43,8 @@ _POSITIONAL, _KEYWORD = 1, 2
 _FIRST_OF_CALLED = 2
 #: How many results one call may have: for each of them, torch's serializer looks at all (torch 2.13).
 _MOST_RESULTS = 10_000
+#: How many letters of metadata count as a value, or a node: a printed program repeats them for each result of a call.
+_LETTERS_OF_VALUE = 2_000
 #: How many values in a list take as much memory as an input or a result, each of which is a node, and as a body.
 _VALUES_OF_NODE, _VALUES_OF_BODY = 6, 32
 
@@ -151,9 +153,10 @@ class GraphReader:
 
     def _add_node(self, data: Data) -> None:
         target, inputs = self._operator(data["target"]), data["inputs"]
-        metadata = _metadata(data.get("metadata"))
-        self.written += 1
-        self.expanded += 1
+        metadata, before = _metadata(data.get("metadata")), len(self._graph.nodes)
+        weight = _letters_of(data.get("metadata")) // _LETTERS_OF_VALUE
+        self.written += 1 + weight
+        self.expanded += 1 + weight
         kwargs: dict[str, Any] = {}
         if isinstance(target, OpOverload):
             args, kwargs = self._of_schema(target, inputs)
@@ -171,6 +174,7 @@ class GraphReader:
         node = self._create("call_function", target, tuple(args), kwargs, wanted=name)
         self._add_values(node, data, metadata)
         node.meta.update(metadata)
+        self._symbols.spend(weight * (len(self._graph.nodes) - before - 1), data)
         self._note_assertion(node)
 
     def _of_schema(self, target: OpOverload, inputs: Data) -> tuple[list[Any], dict[str, Any]]:
@@ -554,6 +558,11 @@ def _metadata(data: Data | None) -> dict[str, Any]:
         modules.malformed(f"it is in {len(entries)} modules, each in the one before, which no node is")
     found: dict[str, Any] = {"nn_module_stack": dict(_module(Data(entry, modules, "entry")) for entry in entries)}
     return found if custom is None else {**found, "custom": annotations_of(custom)}
+
+
+def _letters_of(metadata: Data | None) -> int:
+    texts = [] if metadata is None else [metadata.value.get(key) for key in ("nn_module_stack", "custom")]
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def annotations_of(custom: Data) -> Any:
