@@ -6,7 +6,7 @@ import json
 import keyword
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Self, final
 from unicodedata import normalize
 
@@ -178,6 +178,12 @@ class Data:
         """A string of one line, the argument of an operator that the user allowed: compilers write it into comments."""
         return self._text_if(not _LINE_BREAK.search(self.text()), "has line breaks, which end a comment in code")
 
+    def constant(self) -> Any:
+        """An input or a result that is no tensor; compilers compare it with what is passed, in code."""
+        kind, content = self.choice()
+        read = _CONSTANTS.get(kind)
+        return read(content) if read is not None else self.refuse("no constant of this kind is data")
+
     def message(self) -> str:
         """A message for users, without characters that could end a string literal: compilers paste it into code."""
         return _UNREADABLE.sub("`", self.text())
@@ -230,3 +236,10 @@ _OF_GENERATED_CODE = ("self", "torch", "math", "_operator", "builtins", "pytree"
 _OF_MODULES = frozenset(dir(nn.Module()))
 _ATTRIBUTES = attributes_of_graph_modules()
 _PLAIN = re.compile(r"[^'\"\\{}]*")
+_CONSTANTS: dict[str, Callable[[Data], Any]] = {
+    "as_none": lambda _: None,
+    "as_int": Data.integer,
+    "as_float": Data.number,
+    "as_bool": Data.boolean,
+    "as_string": Data.plain_text,
+}

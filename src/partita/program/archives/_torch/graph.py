@@ -108,19 +108,15 @@ class GraphReader:
 
     def _add_input(self, given: Data, constant_name: str) -> None:
         self._symbols.spend(_VALUES_OF_NODE, given)
-        kind, content = given.choice()
-        if kind in NAMED:
-            node = self._create("placeholder", value_name(given))
-            self._define(given, node)
-            if kind == "as_sym_int" and type(node.meta["val"]) is int:
-                node.meta["val"] = constant_size(node.meta["val"])
-        elif kind in ("as_int", "as_float", "as_bool", "as_none", "as_string"):
-            # Constants are compared with what is passed, in code that torch may generate.
-            value = content.plain_text() if kind == "as_string" else self._argument(given)
-            node = self._create("placeholder", constant_name, wanted=constant_name)
-            node.meta["val"] = value
-        else:
-            given.refuse("no input of this kind is data")
+        kind, _ = given.choice()
+        if kind not in NAMED:
+            value = given.constant()
+            self._create("placeholder", constant_name, wanted=constant_name).meta["val"] = value
+            return
+        node = self._create("placeholder", value_name(given))
+        self._define(given, node)
+        if kind == "as_sym_int" and type(node.meta["val"]) is int:
+            node.meta["val"] = constant_size(node.meta["val"])
 
     def _add_output(self, data: Data) -> None:
         for given in data["outputs"]:

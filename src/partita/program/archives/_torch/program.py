@@ -176,7 +176,7 @@ def _input_spec(data: Data) -> InputSpec:
         return InputSpec(InputKind.USER_INPUT, _argument(content["arg"]), None)
     if kind == "constant_input":
         name = content["name"].name() if content["name"].value else ""
-        return InputSpec(InputKind.USER_INPUT, ConstantArgument(name, _constant(content["value"])), None)
+        return InputSpec(InputKind.USER_INPUT, ConstantArgument(name, content["value"].constant()), None)
     name = content["arg"]["name"].name()
     if kind == "token":
         return InputSpec(InputKind.TOKEN, signatures.TokenArgument(name), None)
@@ -262,13 +262,7 @@ def _output_spec(data: Data) -> OutputSpec:
 
 def _argument(data: Data) -> Any:
     make = _NAMED_ARGUMENTS.get(data.choice()[0])
-    return ConstantArgument(name="", value=_constant(data)) if make is None else make(name=value_name(data))
-
-
-def _constant(data: Data) -> Any:
-    kind, content = data.choice()
-    read = _CONSTANTS.get(kind)
-    return read(content) if read is not None else data.refuse("no constant of this kind is data")
+    return ConstantArgument(name="", value=data.constant()) if make is None else make(name=value_name(data))
 
 
 _STATE_INPUTS = {
@@ -288,13 +282,6 @@ _NAMED_ARGUMENTS: Mapping[str, Any] = {
     "as_sym_int": signatures.SymIntArgument,
     "as_sym_float": signatures.SymFloatArgument,
     "as_sym_bool": signatures.SymBoolArgument,
-}
-_CONSTANTS: Mapping[str, Callable[[Data], Any]] = {
-    "as_none": lambda _: None,
-    "as_int": Data.integer,
-    "as_float": Data.number,
-    "as_bool": Data.boolean,
-    "as_string": Data.plain_text,
 }
 
 
