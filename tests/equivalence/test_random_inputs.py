@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
-from torch.fx import symbolic_trace
+from torch.fx import Graph, symbolic_trace
 from torch.utils._pytree import TreeSpec, treespec_leaf
 
 import partita
-from partita.equivalence.random_inputs import random_inputs
+from partita.equivalence.random_inputs import _rows, random_inputs
 from partita.errors import OptionError
 
 
@@ -102,3 +102,11 @@ def test_inputs_that_do_not_fit_their_containers_are_refused_in_words() -> None:
     call.signature.in_spec = TreeSpec(tuple, None, [args, TreeSpec(dict, [], [])])
     with pytest.raises(OptionError, match="cannot be put into their containers"):
         random_inputs(program)
+
+
+def test_a_table_without_rows_says_nothing_of_its_indices() -> None:
+    graph = Graph()
+    table, ids = graph.placeholder("table"), graph.placeholder("ids")
+    graph.output(graph.call_function(torch.ops.aten.embedding.default, (table, ids)))
+    table.meta["val"], ids.meta["val"] = torch.tensor(1.0), torch.zeros(3, dtype=torch.long)
+    assert _rows(ids) == 2

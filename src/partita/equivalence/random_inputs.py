@@ -97,7 +97,7 @@ def _rows(node: Node) -> int:
             name = str(getattr(user.target, "overloadpacket", user.target)).rpartition(".")[2]
             if name in ("embedding", "embedding_bag") and len(user.args) > 1 and user.args[1] is current:
                 table = value_of(user.args[0]) if isinstance(user.args[0], Node) else None
-                rows += [int(hint_of(table.shape[0]))] if isinstance(table, Tensor) else []
+                rows += [int(hint_of(table.shape[0]))] if isinstance(table, Tensor) and table.ndim else []
             elif name in _PASSED_ON and user not in seen:
                 seen.add(user)
                 waiting.append(user)
