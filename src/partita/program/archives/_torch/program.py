@@ -187,10 +187,10 @@ def _input_spec(data: Data) -> InputSpec:
     return InputSpec(_STATE_INPUTS[kind], TensorArgument(name), target, persistent)
 
 
-def _follow_constants(inputs: list[InputSpec], places: Collection[int], graph: Graph) -> None:
+def _follow_constants(inputs: list[InputSpec], names: Mapping[int, str], graph: Graph) -> None:
     """Names constant inputs as the graph does: no node is called like a function of Python, as an argument may be."""
     for place, node in enumerate(graph.find_nodes(op="placeholder")):
-        if place in places:
+        if names.get(place):  # torch gives each of them a name.
             inputs[place].arg = replace(inputs[place].arg, name=node.name)
 
 
