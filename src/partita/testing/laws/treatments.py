@@ -422,7 +422,7 @@ _WITHOUT_BACKWARD = ("does not support RNG ops in recompute regions", "Couldn't 
 _REFUSALS = ("aot_autograd() does not yet handle", "please report a bug to PyTorch")
 
 
-#: How torch's partitioner (2.13) fails where equal operators of several results are in two checkpoints, torch's own too.
+#: How torch's partitioner (2.13) fails where two checkpoints have equal operators of several results.
 _MERGED = "cannot save: non-tensor output"
 
 
