@@ -298,8 +298,7 @@ def compile_to_fit(
         )
     if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         log.info("the graph is compiled for inference: nothing is saved for backward, so no memory is planned")
-        with without_tracing_for_others(numbers_of(gm), gm):
-            return compile_with_partitioner(gm, example_inputs, None, inner=str(inner))
+        return _compiled_whole(gm, example_inputs, None, inner=str(inner))
     _check_can_be_planned(gm)
     partition = memory_partition(
         peak,
@@ -325,6 +324,13 @@ def compile_to_fit(
         steps=steps,
         place=place,
     )
+
+
+def _compiled_whole(
+    gm: GraphModule, inputs: Sequence[Any], partition: MemoryPartition | None, *, inner: str
+) -> Callable[..., Any]:
+    with without_tracing_for_others(numbers_of(gm), gm):
+        return compile_with_partitioner(gm, inputs, partition, inner=inner)
 
 
 def _check_can_be_planned(gm: GraphModule) -> None:
@@ -482,8 +488,7 @@ class FittedGraph:
             )
 
     def _compiled(self, gm: GraphModule, inputs: Sequence[Any], partition: MemoryPartition) -> Callable[..., Any]:
-        with without_tracing_for_others(numbers_of(gm), gm):
-            function = compile_with_partitioner(gm, inputs, partition, inner=self._inner)
+        function = _compiled_whole(gm, inputs, partition, inner=self._inner)
         if self.on_plan is not None:
             for found in partition.plans.found:
                 self.on_plan(found)
