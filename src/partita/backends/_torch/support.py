@@ -21,7 +21,7 @@ from partita.errors import BackendError
 log = logging.getLogger(__name__)
 
 
-#: Whether Inductor keeps the order of random operators.
+#: Whether Inductor keeps the order of random operators by itself.
 _KEEPS_ORDER = torch.__version__ >= "2.13"
 
 
@@ -35,7 +35,7 @@ class RandomOperators(NamedTuple):
 
     @property
     def options(self) -> dict[str, object]:
-        """Options by which Inductor keeps their order before torch 2.13."""
+        """Options that switch off most of what moves them past each other in Inductor before torch 2.13."""
         return {} if _KEEPS_ORDER or not self.any else {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 
 

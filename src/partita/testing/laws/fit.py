@@ -194,7 +194,8 @@ def _check_plan(step: Step, plan: MemoryPlan, plain: Trained, budget: int) -> No
 
 def _small_buffers(step: Step) -> int:
     """What kernels may allocate inside on a GPU that no plan counts, which is more than these small programs take."""
-    return 1 << 20 if any(one.is_cuda for one in step.state()) else 0
+    own = (*step.state(), *tensors_in((step.args, step.kwargs)))
+    return 1 << 20 if any(one.is_cuda for one in own) else 0
 
 
 def _check_less_is_less(step: Step, memory: StepMemory, plans: Sequence[MemoryPlan]) -> None:
